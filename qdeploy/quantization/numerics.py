@@ -1,0 +1,69 @@
+"""Quantize and dequantize on tensors: the oracle of every format and kernel. Pure functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdeploy.quantization.scheme import QuantScheme
+
+
+def expand_groups(per_group: Tensor, in_features: int, g_idx: Tensor | None) -> Tensor:
+    """Spread [out, groups] over input features: [out, in_features]."""
+    if g_idx is not None:
+        return per_group[:, g_idx.long()]
+    return per_group.repeat_interleave(in_features // per_group.shape[1], dim=1)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, zero_points: Tensor, g_idx: Tensor | None = None
+) -> Tensor:
+    """W = (codes − zero_points) · scales, float32 [out, in]; inputs as in QuantizedLinear."""
+    in_features = codes.shape[1]
+    zeros = expand_groups(zero_points.float(), in_features, g_idx)
+    return (codes.float() - zeros) * expand_groups(scales.float(), in_features, g_idx)
+
+
+def min_max_qparams(weight: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Scales float32 and zero points uint8, both [out, groups], of min-max quantization.
+
+    weight: [out, in]. The range always includes 0, so that zero is exact and the zero point
+    fits (an all-positive group would need z < 0). Symmetric: scale = absmax / ((2^b − 1) / 2),
+    the convention of GPTQ and compressed-tensors. An all-zero group gets scale 1.
+    """
+    groups = scheme.groups(weight.shape[1])
+    grouped = weight.float().view(weight.shape[0], groups, -1)
+    low = grouped.amin(-1).clamp(max=0)
+    high = grouped.amax(-1).clamp(min=0)
+    if scheme.symmetric:
+        scales = torch.maximum(high, -low) * (2 / scheme.max_code)
+        zeros = torch.full_like(scales, scheme.mid_code)
+    else:
+        scales = (high - low) / scheme.max_code
+        zeros = (-low / scales.clamp(min=torch.finfo(torch.float32).tiny)).round()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return scales, zeros.clamp(0, scheme.max_code).to(torch.uint8)
+
+
+def quantize(
+    weight: Tensor,
+    scales: Tensor,
+    zero_points: Tensor,
+    scheme: QuantScheme,
+    g_idx: Tensor | None = None,
+) -> Tensor:
+    """Round to the nearest code: uint8 [out, in]. Doesn't modify its inputs."""
+    in_features = weight.shape[1]
+    scaled = weight.float() / expand_groups(scales.float(), in_features, g_idx)
+    codes = (scaled + expand_groups(zero_points.float(), in_features, g_idx)).round()
+    return codes.clamp(0, scheme.max_code).to(torch.uint8)
+
+
+def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to the dtype on disk without losing any to zero or infinity.
+
+    A group of tiny weights underflows in float16 (AutoAWQ issues 498, 577: 0/0 later on), so
+    scales are clamped to the dtype's smallest normal and largest finite number.
+    """
+    info = torch.finfo(dtype)
+    return scales.clamp(min=info.smallest_normal, max=info.max).to(dtype)
