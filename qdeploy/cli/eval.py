@@ -1,0 +1,82 @@
+"""`qdeploy eval`: what did quantization cost?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qdeploy.cli.console import RichProgress, print_json, run, stdout
+from qdeploy.cli.options import Artifact, Backend, Json, Quiet, Threads, Verbose, kv_policy
+from qdeploy.errors import UsageError
+from qdeploy.kv.config import KV_DTYPES, KVCacheConfig
+
+
+def evaluate_command(
+    artifact: Artifact,
+    reference: Annotated[
+        str | None, typer.Option(help="Model to compare with; default: the artifact's base.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Held-out text; default: shipped.")] = None,
+    ctx_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
+    stride: Annotated[
+        int, typer.Option(min=0, help="Tokens from window to window; 0: no gap.")
+    ] = 0,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the artifact's), a comma list of formats, or all.")
+    ] = "auto",
+    suite: Annotated[str, typer.Option(help="quick (4 windows) or full (the whole text).")] = "quick",
+    gate: Annotated[str | None, typer.Option(help="E.g. kl<0.05,top1>0.9, or a file.")] = None,
+    backend: Backend = "auto",
+    threads: Threads = None,
+    write: Annotated[
+        bool | None,
+        typer.Option("--write/--no-write", help="Record in the artifact; default: if it has a manifest."),
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Score ARTIFACT through the runtime against its unquantized reference."""
+
+    def body() -> None:
+        if suite not in ("quick", "full"):
+            raise UsageError(f"--suite {suite!r} is unknown; choose quick or full")
+        from qdeploy.cli.tables import accuracy_table
+        from qdeploy.evaluation import session as sessions
+        from qdeploy.evaluation.records import write_records
+        from qdeploy.formats.manifest import read_manifest
+        from qdeploy.formats.sources import resolve_model
+
+        progress = RichProgress()
+        folder = resolve_model(artifact, progress)
+        manifest = read_manifest(folder)
+        evaluations = sessions.session(
+            folder,
+            sessions.reference_of(folder, manifest, reference),
+            _policies(folder, kv_cache_dtype),
+            sessions.gate_for(manifest, gate),
+            text=text,
+            ctx_len=ctx_len,
+            max_windows=sessions.QUICK_WINDOWS if suite == "quick" else None,
+            stride=stride,
+            backend=backend,
+            threads=threads,
+            progress=progress,
+        )
+        if write or (write is None and manifest is not None):
+            write_records(folder, evaluations)
+        if as_json:
+            items = [sessions.to_json(item, artifact) for item in evaluations]
+            print_json(items[0] if len(items) == 1 else {"evaluations": items})
+        else:
+            stdout.print(accuracy_table(evaluations))
+        sessions.enforce(evaluations, folder)
+
+    run(body)
+
+
+def _policies(folder: Path, dtypes: str) -> list[KVCacheConfig]:
+    names = KV_DTYPES if dtypes == "all" else tuple(name.strip() for name in dtypes.split(","))
+    return [kv_policy(folder, name) for name in names]

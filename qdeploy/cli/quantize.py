@@ -1,0 +1,151 @@
+"""`qdeploy quantize`: a checkpoint becomes a measured artifact."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdeploy.cli.console import RichProgress, print_json, run, stdout
+from qdeploy.cli.options import Json, Quiet, Threads, Verbose
+from qdeploy.errors import UsageError
+from qdeploy.recipes import Recipe, load_recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from qdeploy.evaluation.evaluate import Evaluation
+    from qdeploy.pipeline import QuantizeResult
+
+
+def quantize(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Artifact folder to write.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf, hub name or pypi:….")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="Shipped recipe's name, or a .yaml.")] = None,
+    method: Annotated[str | None, typer.Option(help="awq, gptq, rtn or none.")] = None,
+    bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.")] = None,
+    group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,
+    symmetric: Annotated[bool | None, typer.Option("--symmetric/--asymmetric")] = None,
+    format: Annotated[str | None, typer.Option(help="auto, awq, gptq or gptq_v2.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="bf16, int8, int4 or k8v4.")] = None,
+    calib: Annotated[str | None, typer.Option(help="default, FILE.jsonl or FILE.txt.")] = None,
+    calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
+    calib_seqlen: Annotated[int | None, typer.Option(min=8, help="Tokens per sample.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Keep layers that match dense; repeatable.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the calibration order.")] = None,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume")] = True,
+    eval: Annotated[str, typer.Option(help="quick or none.")] = "quick",
+    gate: Annotated[str | None, typer.Option(help="E.g. kl<0.2,top1>0.7, or a file.")] = None,
+    threads: Threads = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Calibrate, quantize, pack and measure MODEL."""
+    flags = {
+        "model": model,
+        "method": method,
+        "bits": bits,
+        "group_size": _group_size(group_size),
+        "symmetric": symmetric,
+        "format": format,
+        "ignore": tuple(ignore) if ignore else None,
+        "gate": gate,
+        "kv_cache": {"dtype": kv_cache_dtype},
+        "calibration": {
+            "source": calib,
+            "samples": calib_samples,
+            "seqlen": calib_seqlen,
+            "seed": seed,
+        },
+    }
+
+    def body() -> None:
+        if eval not in ("quick", "none"):
+            raise UsageError(f"--eval {eval!r} is unknown; choose quick or none")
+        resolved = _override(load_recipe(recipe) if recipe else Recipe(), flags)
+        if resolved.model is None:
+            raise UsageError("no model: give MODEL, or a --recipe that names one")
+        _run(resolved, output, eval == "quick", resume, overwrite, threads, as_json)
+
+    run(body)
+
+
+def _group_size(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        return text  # the recipe's validation names it
+
+
+def _override(recipe: Recipe, flags: dict[str, Any]) -> Recipe:
+    """The recipe with every flag that was given put over its key."""
+    data = recipe.model_dump()
+    for key, value in flags.items():
+        if isinstance(value, dict):
+            data[key] |= {name: item for name, item in value.items() if item is not None}
+        elif value is not None:
+            data[key] = value
+    return parse_recipe(data, "from the command line")
+
+
+def _run(
+    recipe: Recipe,
+    output: Path,
+    measure: bool,
+    resume: bool,
+    overwrite: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    from qdeploy.evaluation.gate import DEFAULT_GATE, parse_gate
+    from qdeploy.evaluation.session import quick_evaluation
+    from qdeploy.pipeline import quantize_checkpoint
+
+    gate = parse_gate(recipe.gate or DEFAULT_GATE)  # a bad gate must fail before the work
+    progress = RichProgress()
+    assert recipe.model is not None
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    result = quantize_checkpoint(
+        recipe.model, output, recipe, overwrite=overwrite, resume=resume, progress=progress
+    )
+    evaluations = quick_evaluation(output, gate, threads, progress) if measure else []
+    if as_json:
+        print_json(_json(result, evaluations))
+    else:
+        _print(result, evaluations)
+    from qdeploy.evaluation.session import enforce
+
+    enforce(evaluations, output)
+
+
+def _json(result: QuantizeResult, evaluations: list[Evaluation]) -> dict[str, Any]:
+    from qdeploy.evaluation.session import to_json
+
+    data = dataclasses.asdict(result)
+    return data | {"accuracy": [to_json(item, str(result.output)) for item in evaluations]}
+
+
+def _print(result: QuantizeResult, evaluations: list[Evaluation]) -> None:
+    from qdeploy.cli.tables import accuracy_table
+
+    megabyte = 1e6
+    stdout.print(
+        f"{result.output}: {result.scheme} ({result.format}), KV {result.kv_cache}, "
+        f"{result.size_bytes / megabyte:.1f} MB from {result.source_bytes / megabyte:.1f} MB, "
+        f"{result.bits_per_weight:.2f} bits per weight, {result.seconds:.0f} s",
+        soft_wrap=True,
+    )
+    if evaluations:
+        stdout.print(accuracy_table(evaluations))
+    stdout.print(f"next: qdeploy serve {result.output}", soft_wrap=True)

@@ -1,0 +1,55 @@
+"""How far a quantized model's predictions lie from the reference's, position by position."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: Rows compared at once: float64 copies of 64 rows of a 262k vocabulary take 134 MB each.
+_ROWS = 64
+
+
+class Divergence:
+    """Accumulates KL(reference ‖ model), top-1 agreement and both perplexities."""
+
+    def __init__(self) -> None:
+        self._kl: list[Tensor] = []
+        self._agree = 0
+        self._nll = [0.0, 0.0]
+        self._num_predicted = 0
+
+    def add(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:
+        """Compare one window.
+
+        reference, model: raw logits [num_tokens, vocab], float32
+        targets: [num_tokens − 1], int64: the next token at every position but the last
+        """
+        for start in range(0, reference.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            self._add_rows(reference[rows], model[rows], targets[rows])
+
+    def _add_rows(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:
+        ref_logp = torch.log_softmax(reference.double(), dim=-1)
+        logp = torch.log_softmax(model.double(), dim=-1)
+        self._kl.append((ref_logp.exp() * (ref_logp - logp)).sum(-1))
+        self._agree += int((reference.argmax(-1) == model.argmax(-1)).sum())
+        for index, values in enumerate((ref_logp, logp)):
+            picked = values[: len(targets)].gather(-1, targets[:, None])
+            self._nll[index] -= float(picked.sum())
+        self._num_predicted += len(targets)
+
+    def metrics(self) -> dict[str, float]:
+        """KL in nats over all positions (mean, standard error, 99th percentile), agreement 0..1."""
+        kl = torch.cat(self._kl)
+        reference_ppl, ppl = (math.exp(nll / self._num_predicted) for nll in self._nll)
+        return {
+            "perplexity": ppl,
+            "reference_perplexity": reference_ppl,
+            "perplexity_ratio": ppl / reference_ppl,
+            "kl_mean": float(kl.mean()),
+            "kl_stderr": float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else 0.0,
+            "kl_p99": float(torch.quantile(kl, 0.99)),
+            "top1_agreement": self._agree / len(kl),
+        }

@@ -1,0 +1,40 @@
+"""Evaluations as accuracy records in an artifact's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qdeploy.errors import FormatError
+from qdeploy.evaluation.evaluate import Evaluation
+from qdeploy.formats.manifest import AccuracyRecord, read_manifest, write_manifest
+
+
+def to_record(evaluation: Evaluation) -> AccuracyRecord:
+    """The manifest's form of an evaluation."""
+    kv, text = evaluation.kv_config, evaluation.text
+    return AccuracyRecord(
+        dtype=kv.dtype,
+        block_size=kv.block_size,
+        sink_blocks=kv.sink_blocks,
+        residual_blocks=kv.residual_blocks,
+        backend=evaluation.backend,
+        act="fp32",
+        reference=evaluation.reference,
+        text_sha256=text.sha256,
+        num_tokens=text.num_tokens,
+        ctx_len=text.ctx_len,
+        metrics=evaluation.metrics,
+        gate=str(evaluation.gate),
+        passed=not evaluation.failures,
+    )
+
+
+def write_records(artifact: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Add the evaluations to the artifact's manifest, replacing older ones of the same policy."""
+    manifest = read_manifest(artifact)
+    if manifest is None:
+        raise FormatError(f"{artifact} has no qdeploy.json to write to; use --no-write")
+    for evaluation in evaluations:
+        manifest = manifest.with_record(to_record(evaluation))
+    write_manifest(artifact, manifest)

@@ -1,0 +1,141 @@
+"""Evaluation as the commands use it: resolve, score, record, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qdeploy.errors import GateError, UsageError
+from qdeploy.evaluation.evaluate import Evaluation, evaluate
+from qdeploy.evaluation.gate import DEFAULT_GATE, Gate, parse_gate
+from qdeploy.evaluation.records import write_records
+from qdeploy.evaluation.text import default_text, load_text
+from qdeploy.formats.manifest import Manifest, read_manifest
+from qdeploy.formats.sources import resolve_model
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.models.spec import spec_from_config
+from qdeploy.progress import Progress
+from qdeploy.runtime.tokenizer import Tokenizer
+
+#: Windows of the quick suite; the full one takes the whole text.
+QUICK_WINDOWS = 4
+#: Context of the record that `quantize` writes; `eval` defaults to 2,048.
+QUICK_CTX_LEN = 1024
+
+
+def reference_of(artifact: Path, manifest: Manifest | None, given: str | None) -> str:
+    """The reference model's name: as given, or the artifact's base model."""
+    if given is not None:
+        return given
+    if manifest is None:
+        raise UsageError(f"{artifact} names no base model; give one with --reference MODEL")
+    return manifest.base_model.name
+
+
+def session(
+    artifact: Path,
+    reference: str,
+    kv_configs: Sequence[KVCacheConfig],
+    gate: Gate,
+    *,
+    text: Path | None,
+    ctx_len: int,
+    max_windows: int | None,
+    stride: int = 0,
+    backend: str = "auto",
+    threads: int | None = None,
+    progress: Progress,
+) -> list[Evaluation]:
+    """Score `artifact` under each KV policy on a text (default: the one that ships)."""
+    held_out = load_text(
+        text or default_text(),
+        Tokenizer.load(artifact),
+        ctx_len=ctx_len,
+        max_windows=max_windows,
+        stride=stride,
+    )
+    results = evaluate(
+        artifact,
+        resolve_model(reference, progress),
+        kv_configs,
+        held_out,
+        gate,
+        backend=backend,
+        threads=threads,
+        progress=progress,
+    )
+    return [replace(item, reference=reference) for item in results]
+
+
+def quick_evaluation(
+    artifact: Path, gate: Gate, threads: int | None, progress: Progress
+) -> list[Evaluation]:
+    """The record that every new artifact gets: its KV policy, and bf16 KV beside it."""
+    manifest = read_manifest(artifact)
+    assert manifest is not None  # `quantize` has just written it
+    policy = manifest.kv_cache.config()
+    kv_configs = [policy] if not policy.seals else [policy, replace(policy, dtype="bf16")]
+    results = session(
+        artifact,
+        manifest.base_model.name,
+        kv_configs,
+        gate,
+        text=None,
+        ctx_len=min(QUICK_CTX_LEN, max_len(artifact)),
+        max_windows=QUICK_WINDOWS,
+        threads=threads,
+        progress=progress,
+    )
+    write_records(artifact, results)
+    return results
+
+
+def max_len(artifact: Path) -> int:
+    """Positions that the model takes."""
+    from qdeploy.formats.hf import open_folder
+
+    return spec_from_config(open_folder(artifact).config).max_model_len
+
+
+def gate_for(manifest: Manifest | None, given: str | None) -> Gate:
+    """The gate asked for, else the recipe's, else the default one."""
+    recorded = manifest.recipe.get("gate") if manifest is not None else None
+    return parse_gate(given or recorded or DEFAULT_GATE)
+
+
+def enforce(evaluations: Sequence[Evaluation], artifact: Path) -> None:
+    """Raise GateError when any evaluation failed its gate."""
+    lines = [
+        f"kv {item.kv_config.dtype}: {failure}" for item in evaluations for failure in item.failures
+    ]
+    if lines:
+        raise GateError(
+            f"{artifact} failed its accuracy gate ({'; '.join(lines)}); "
+            "try more calibration samples, a smaller group size or more bits"
+        )
+
+
+def to_json(evaluation: Evaluation, model: str) -> dict[str, Any]:
+    """The object of CONTRACT §1 for one evaluation."""
+    text = evaluation.text
+    return {
+        "model": model,
+        "reference": evaluation.reference,
+        "backend": evaluation.backend,
+        "kv_cache_dtype": evaluation.kv_config.dtype,
+        "kv_cache": evaluation.kv_config.key,
+        "text_sha256": text.sha256,
+        "text": text.source,
+        "num_tokens": text.num_tokens,
+        "ctx_len": text.ctx_len,
+        "stride": text.stride,
+        "bos": text.bos,
+        "metrics": evaluation.metrics,
+        "gate": {
+            "clauses": str(evaluation.gate),
+            "passed": not evaluation.failures,
+            "failures": evaluation.failures,
+        },
+    }
