@@ -27,6 +27,9 @@ class Executor(Protocol):
     def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
         """Allocate both pools; drops what they held before."""
 
+    def with_kv(self, kv_config: KVCacheConfig) -> Executor:
+        """A second executor on the same weights, with its own, not yet allocated KV pools."""
+
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab], float32.
 
