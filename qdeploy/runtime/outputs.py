@@ -1,0 +1,138 @@
+"""What the engine hands back: one RequestOutput per sample per step, joined by LLM at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token under the raw logits (before bias, penalties, temperature).
+
+    rank: 1 for the most likely token. top: the `logprobs` most likely tokens as
+    (token id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of one sample, seconds of time.monotonic(); None where it hasn't happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step added to one sample of a request.
+
+    token_ids, text, logprobs: the new ones only. `text` lags behind `token_ids` while bytes of a
+        character or a possible stop string are pending; its concatenation over a request is the
+        whole text, ended before a stop string.
+    finish_reason: None while the sample runs. stop_reason: the stop string or stop token id that
+        ended it (None for eos). error: one line when finish_reason is "error".
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    metrics: RequestMetrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the sample's last output."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One finished sample, as vLLM's CompletionOutput."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the chosen tokens' log-probabilities, None when none were asked for."""
+        return None if self.logprobs is None else sum(t.logprob for t in self.logprobs)
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationOutput:
+    """All samples of one prompt, as vLLM's (offline) RequestOutput."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(o.finish_reason is not None for o in self.outputs)
+
+    def add(self, output: RequestOutput) -> None:
+        """Append what one step added to one sample."""
+        sample = self.outputs[output.index]
+        sample.token_ids.extend(output.token_ids)
+        sample.text += output.text
+        if output.logprobs is not None:
+            sample.logprobs = [*(sample.logprobs or ()), *output.logprobs]
+        sample.finish_reason = output.finish_reason
+        sample.stop_reason, sample.error = output.stop_reason, output.error
+        self.metrics = output.metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of the engine: gauges first, then counters since the start.
+
+    *_blocks_used counts blocks held by requests; pools are fixed at start-up. finished counts
+    samples by finish_reason.
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_open_blocks: int
+    num_open_blocks_used: int
+    num_sealed_blocks: int
+    num_sealed_blocks_used: int
+    num_steps: int
+    last_step_tokens: int
+    last_step_seqs: int
+    last_step_time: float
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    num_preemptions_total: int
+    finished: Mapping[str, int]
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of all KV blocks that requests hold, 0 … 1."""
+        total = self.num_open_blocks + self.num_sealed_blocks
+        return (self.num_open_blocks_used + self.num_sealed_blocks_used) / max(total, 1)
