@@ -1,0 +1,144 @@
+"""The commands end to end on a tiny model, through the console script's entry point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from qdeploy.cli import app
+from tests.tiny_models import tiny_checkpoint
+
+runner = CliRunner()
+
+
+def qdeploy(*args: object) -> Result:
+    return runner.invoke(app, [str(arg) for arg in args])
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.stdout)
+    return data
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calib") / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def quantized(base: Path, calib: Path, out: Path, *extra: object) -> dict[str, Any]:
+    options = ("--calib", calib, "--calib-samples", 4, "--calib-seqlen", 64, "--json")
+    return result_json(qdeploy("quantize", base, "-o", out, "--group-size", 32, *options, *extra))
+
+
+def test_quantize_inspect_eval(base: Path, calib: Path, tmp_path: Path) -> None:
+    out = tmp_path / "artifact"
+    report = quantized(
+        base, calib, out, "--method", "rtn", "--kv-cache-dtype", "int8", "--gate", "kl<100"
+    )
+    assert report["format"] == "awq"
+    assert {item["kv_cache_dtype"] for item in report["accuracy"]} == {"int8", "bf16"}
+    assert (out / "qdeploy.json").is_file()
+    inspection = result_json(qdeploy("inspect", out, "--verify", "--json"))
+    assert inspection["manifest"]["kv_cache"]["dtype"] == "int8"
+    evaluation = result_json(
+        qdeploy(
+            "eval", out, "--ctx-len", 64, "--kv-cache-dtype", "int4", "--gate", "kl<100", "--json"
+        )
+    )
+    assert evaluation["kv_cache_dtype"] == "int4"
+    assert evaluation["metrics"]["kl_mean"] > 0
+    records = json.loads((out / "qdeploy.json").read_text())["accuracy"]
+    assert {record["dtype"] for record in records} == {"int8", "bf16", "int4"}
+
+
+def test_q20_failed_gate_is_exit_1_and_recorded(base: Path, calib: Path, tmp_path: Path) -> None:
+    out = tmp_path / "artifact"
+    result = qdeploy(
+        "quantize", base, "-o", out, "--method", "rtn", "--group-size", 32, "--gate", "kl<0"
+    )
+    assert result.exit_code == 1
+    assert "failed its accuracy gate" in result.output
+    records = json.loads((out / "qdeploy.json").read_text())["accuracy"]
+    assert records
+    assert not any(record["passed"] for record in records)
+
+
+def test_q18_options_reach_the_artifact(base: Path, calib: Path, tmp_path: Path) -> None:
+    configs = []
+    for group_size in (16, 32):
+        out = tmp_path / f"g{group_size}"
+        quantized(base, calib, out, "--method", "rtn", "--eval", "none", "--group-size", group_size)
+        configs.append(json.loads((out / "config.json").read_text())["quantization_config"])
+    assert [config["group_size"] for config in configs] == [16, 32]
+
+
+def test_flags_override_a_recipe(base: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"model: {base}\nmethod: gptq\nbits: 8\nsymmetric: true\ngroup_size: 16\n")
+    out = tmp_path / "out"
+    options = ("--method", "rtn", "--bits", "4", "--eval", "none", "--json")
+    report = result_json(qdeploy("quantize", "--recipe", recipe, "-o", out, *options))
+    assert report["scheme"] == "W4A16"
+    written = json.loads((out / "qdeploy.json").read_text())["recipe"]
+    assert (written["method"], written["bits"], written["group_size"]) == ("rtn", 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("quantize", "-o", "x"), "MODEL"),
+        (("quantize", "nowhere", "-o", "x"), "nowhere"),
+        (("quantize", "m", "-o", "x", "--method", "magic"), "method"),
+        (("quantize", "m", "-o", "x", "--group-size", "many"), "group_size"),
+        (("quantize", "m", "-o", "x", "--recipe", "nope"), "nope"),
+        (("quantize", "m", "-o", "x", "--eval", "slow"), "slow"),
+        (("quantize", "m", "-o", "x", "--gate", "kl=1"), "kl=1"),
+        (("eval", "nowhere"), "nowhere"),
+        (("inspect", "nowhere"), "nowhere"),
+        (("serve", "nowhere", "--port", "0"), "nowhere"),
+        (("serve", "nowhere", "--kv-cache-memory", "lots"), "lots"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(args: tuple[str, ...], named: str) -> None:
+    result = qdeploy(*args)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert "Traceback" not in result.output
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1
+    assert not Path("x").exists()
+
+
+def test_recipe_with_a_typo_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "typo.yaml"
+    recipe.write_text("metod: awq\n")
+    result = qdeploy("quantize", "m", "-o", tmp_path / "out", "--recipe", recipe)
+    assert result.exit_code == 2
+    assert "metod" in result.stderr
+
+
+def test_recipes_are_listed() -> None:
+    data = result_json(qdeploy("recipes", "--json"))
+    assert "smollm2-135m-awq" in data
+
+
+def test_doctor_names_the_backends() -> None:
+    findings = result_json(qdeploy("doctor", "--json"))["findings"]
+    assert any("reference" in finding["name"] + finding["detail"] for finding in findings)
+
+
+def test_help_lists_commands_in_pipeline_order() -> None:
+    text = qdeploy("--help").stdout
+    positions = [text.index(f" {name} ") for name in ("quantize", "eval", "serve", "inspect")]
+    assert positions == sorted(positions)
