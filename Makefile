@@ -1,0 +1,68 @@
+# Thin rules over the `qdeploy` command. `make demo` and `make test` set up what they need.
+# Users who bring another torch: make setup TORCH=torch TORCH_INDEX=URL-of-an-index
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ROOT := $(CURDIR)
+RECIPES := $(basename $(notdir $(wildcard recipes/*.yaml)))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup test test-slow check demo clean help
+help:
+	@echo "make demo | test | test-slow | check | setup | clean"
+	@echo "make quantize-RECIPE | eval-RECIPE | serve-RECIPE, with RECIPE one of: $(RECIPES)"
+
+setup: $(READY)
+
+# torch comes first and alone, so that TORCH_INDEX serves only what it is meant for.
+$(READY): pyproject.toml CMakeLists.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "pip>=23"
+	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+# Tests run against the built wheel, from another folder: what is tested is what is shipped.
+WHEEL_ENV := build/wheel-env
+define INSTALL_WHEEL
+rm -rf build/wheel $(WHEEL_ENV)
+$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+$(BIN)/python -m venv --without-pip $(WHEEL_ENV)
+$(BIN)/python scripts/install_wheel.py build/wheel $(WHEEL_ENV)
+endef
+RUN_TESTS = cd $(WHEEL_ENV) && QDEPLOY_TEST_WHEEL="$$(ls $(ROOT)/build/wheel/*.whl)" \
+  bin/python -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -p no:cacheprovider $(ROOT)/tests
+
+test: $(READY)
+	$(INSTALL_WHEEL)
+	$(RUN_TESTS) $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	$(INSTALL_WHEEL)
+	$(RUN_TESTS) -m slow $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(READY)
+	$(BIN)/python scripts/demo.py
+
+quantize-%: $(READY)
+	$(BIN)/qdeploy quantize --recipe $* -o artifacts/$* --overwrite
+
+eval-%: $(READY)
+	$(BIN)/qdeploy eval artifacts/$*
+
+serve-%: $(READY)
+	$(BIN)/qdeploy serve artifacts/$*
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

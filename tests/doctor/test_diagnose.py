@@ -1,0 +1,102 @@
+"""`diagnose` says what runs here, and every finding that isn't ok carries a next step."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from qdeploy import doctor
+
+X86 = "processor\t: 0\nflags\t\t: fpu sse2 avx avx2 avx512f avx512_vnni avx512_bf16\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm bf16\n"
+
+
+def test_every_check_reports_and_names_are_unique() -> None:
+    findings = doctor.diagnose()
+    names = [finding.name for finding in findings]
+    assert len(set(names)) == len(names)
+    expected = {"python", "torch", "packages", "cpu", "memory", "gpu", "triton", "cache"}
+    assert {*expected, "backend reference"} == set(names)
+    for finding in findings:
+        assert finding.detail
+        assert (finding.status == "ok") == (not finding.next_step), finding
+
+
+def test_q15_a_cpu_only_machine_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    findings = {finding.name: finding for finding in doctor.diagnose()}
+    assert findings["gpu"].status == "ok"
+    assert "CPU" in findings["gpu"].detail
+    assert findings["backend reference"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "flags"),
+    [
+        (X86, ["avx2", "avx512_vnni", "avx512_bf16"]),
+        (ARM, ["asimddp", "i8mm", "bf16"]),
+        ("", []),
+    ],
+)
+def test_isa_flags(cpuinfo: str, flags: list[str]) -> None:
+    assert doctor.isa_flags(cpuinfo) == flags
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [((3, 9), "warn"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "warn")],
+)
+def test_python_bounds(version: tuple[int, int], status: str) -> None:
+    assert doctor.check_python(version).status == status
+
+
+@pytest.mark.parametrize(
+    ("installed", "status"),
+    [("5.17.0", "ok"), ("5.24.1", "ok"), ("5.16.9", "warn"), ("4.57.1", "warn"), ("6", "ok")],
+)
+def test_old_package_is_named(installed: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    finding = doctor.check_package("transformers", (5, 17))
+    assert finding.status == status
+    if status == "warn":
+        assert finding.next_step == 'pip install "transformers>=5.17"'
+
+
+def test_absent_torch_stops_the_backend_with_a_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    (backend,) = doctor.check_backends()
+    assert backend.status == "missing"
+    assert "torch" in backend.next_step
+
+
+@pytest.mark.parametrize(
+    ("available", "status"), [(1 << 30, "warn"), (64 << 30, "ok"), (None, "ok")]
+)
+def test_memory(available: int | None, status: str) -> None:
+    assert doctor.check_memory(available).status == status
+
+
+def test_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    finding = doctor.check_cache(tmp_path / "file" / "cache")
+    assert finding.status == "missing"
+    assert "QDEPLOY_CACHE" in finding.next_step
+
+
+def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDEPLOY_CACHE", str(tmp_path))
+    assert doctor.cache_dir() == tmp_path
+
+
+def test_bounds_equal_those_of_the_package() -> None:
+    """doctor asks for what pip asks for, no more and no less."""
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    text = pyproject.read_text(encoding="utf-8")
+    for name, (major, minor) in {**doctor.REQUIRED, "torch": doctor.TORCH}.items():
+        assert re.search(rf'"{re.escape(name)}>={major}\.{minor}"', text), name
