@@ -1,0 +1,119 @@
+"""Sampled tokens to outputs: text, stop conditions, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from qdeploy.errors import UsageError
+from qdeploy.runtime.detokenizer import Detokenizer
+from qdeploy.runtime.outputs import FinishReason, RequestOutput, TokenLogprob
+from qdeploy.runtime.request import Request
+from qdeploy.runtime.sampler import Sampled
+from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.runtime.stop import Stop, StopStrings, check_token_stop
+from qdeploy.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    detokenizer: Detokenizer
+    stops: StopStrings
+
+
+class OutputCollector:
+    """Holds the text state of every sample. Without a tokenizer all text is ""."""
+
+    def __init__(self, eos_token_ids: Set[int], tokenizer: Tokenizer | None) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._texts: dict[str, _Text] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        """UsageError when params need text that can't be made."""
+        if params.stop_strings and self._tokenizer is None:
+            raise UsageError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+
+    def add(self, request: Request) -> None:
+        """Begin the text of a sample."""
+        if self._tokenizer is None:
+            return
+        params = request.params
+        stream = self._tokenizer.stream(
+            request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        stops = StopStrings(params.stop_strings, include_stop=params.include_stop_str_in_output)
+        self._texts[request.sequence_id] = _Text(stream, stops)
+
+    def remove(self, request: Request) -> None:
+        """Forget a sample."""
+        self._texts.pop(request.sequence_id, None)
+
+    def banned(self, request: Request) -> Set[int]:
+        """Tokens that may not be sampled now: those that would stop before min_tokens."""
+        params = request.params
+        if request.num_output_tokens >= params.min_tokens:
+            return frozenset()
+        return self._eos_token_ids | set(params.stop_token_ids or ())
+
+    def collect(self, request: Request, sampled: Sampled) -> RequestOutput:
+        """The output of a token that `request` has just taken."""
+        stop = check_token_stop(request, self._eos_token_ids)
+        text, stop = self._advance(request, sampled.token_id, stop)
+        return self._output(
+            request,
+            token_ids=(sampled.token_id,),
+            text=text,
+            logprobs=None if sampled.logprob is None else (sampled.logprob,),
+            stop=stop,
+        )
+
+    def final(self, request: Request, reason: FinishReason) -> RequestOutput:
+        """The last output of a sample that ends without a new token."""
+        state = self._texts.get(request.sequence_id)
+        text = ""
+        if state is not None:
+            shown, _ = state.stops.push(state.detokenizer.flush(), may_stop=False)
+            text = shown
+        return self._output(request, text=text, stop=Stop(reason))
+
+    def _advance(self, request: Request, token: int, stop: Stop | None) -> tuple[str, Stop | None]:
+        """New text, cut at a stop string, which wins over any other reason to stop."""
+        state = self._texts.get(request.sequence_id)
+        if state is None:
+            return "", stop
+        # The text of eos and stop tokens is not part of the answer.
+        hidden = stop is not None and stop.by_token
+        if hidden and not request.params.include_stop_str_in_output:
+            text = ""
+        else:
+            text = state.detokenizer.push(token)
+        if stop is not None:
+            text += state.detokenizer.flush()
+        may_stop = request.num_output_tokens >= request.params.min_tokens
+        shown, found = state.stops.push(text, may_stop=may_stop)
+        if found is not None:
+            return shown, Stop("stop", found)
+        return shown + (state.stops.flush() if stop is not None else ""), stop
+
+    def _output(
+        self,
+        request: Request,
+        *,
+        token_ids: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        stop: Stop | None,
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            index=request.index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=None if stop is None else stop.finish_reason,
+            stop_reason=None if stop is None else stop.reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            metrics=request.metrics(),
+        )

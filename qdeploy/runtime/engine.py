@@ -1,0 +1,282 @@
+"""The engine: schedule, run, sample, collect. Synchronous, one thread, no I/O."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from qdeploy.errors import QdeployError, UsageError
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.runtime.admission import check_prompt, make_samples, resolve_max_model_len
+from qdeploy.runtime.block_manager import BlockManager
+from qdeploy.runtime.collector import OutputCollector
+from qdeploy.runtime.kv_budget import plan_kv_pools
+from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput
+from qdeploy.runtime.request import Request
+from qdeploy.runtime.sampler import sample
+from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
+from qdeploy.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from qdeploy.runtime.executors.base import Executor
+
+OnLogits = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Capacity and policy of an engine.
+
+    max_model_len: None takes the model's context. kv_cache_memory_bytes or num_kv_blocks (open
+    and sealed together) sizes the cache; with neither, see kv_budget.plan_kv_pools. seed: for
+    requests that give none.
+    """
+
+    kv: KVCacheConfig
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    enable_chunked_prefill: bool = True
+    kv_cache_memory_bytes: int | None = None
+    num_kv_blocks: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} is not allowed; give 1 or more", param=name
+                )
+
+
+class Engine:
+    """Runs requests on an executor. Every token is what the request would get alone (P2, P5)."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        eos_token_ids: Set[int] = frozenset(),
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if executor.kv_config != config.kv:
+            raise UsageError(
+                f"the executor keeps KV as {executor.kv_config.key} but {config.kv.key} is asked"
+            )
+        self.executor = executor
+        self.max_model_len = resolve_max_model_len(config, executor.spec.max_model_len)
+        self.config = config
+        self.eos_token_ids = frozenset(eos_token_ids)
+        pools = plan_kv_pools(
+            kv=config.kv,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            open_block_bytes=executor.open_block_bytes,
+            sealed_block_bytes=executor.sealed_block_bytes,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            num_kv_blocks=config.num_kv_blocks,
+        )
+        executor.allocate_kv(pools.num_open_blocks, pools.num_sealed_blocks)
+        self.blocks = BlockManager(
+            config.kv,
+            num_open_blocks=pools.num_open_blocks,
+            num_sealed_blocks=pools.num_sealed_blocks,
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
+        self._collector = OutputCollector(self.eos_token_ids, tokenizer)
+        self._samples: dict[str, list[Request]] = {}
+        self._on_logits: dict[str, OnLogits] = {}
+        self._pending: list[RequestOutput] = []
+        self._num_added = 0
+        self._counters: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._last_step = (0, 0, time.monotonic())
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has work, or outputs to hand over."""
+        return bool(self._samples or self._pending)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request; UsageError or CapacityError if it can't be run exactly as asked."""
+        self._collector.check(params)
+        samples = make_samples(
+            request_id,
+            prompt_token_ids,
+            params,
+            order=self._num_added,
+            vocab_size=self.executor.spec.vocab_size,
+            max_model_len=self.max_model_len,
+            engine_seed=self.config.seed,
+        )
+        self._add(request_id, samples)
+        for request in samples:
+            self._collector.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End all samples of a request and free their blocks; unknown ids are ignored.
+
+        The final outputs (finish_reason "abort") come with the next `step`.
+        """
+        for request in list(self._samples.get(request_id, ())):
+            self._finish(request, "abort", self._pending)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what it added to each sample."""
+        outputs, self._pending = self._pending, []
+        step = self.scheduler.schedule()
+        if not step.num_scheduled_tokens:
+            return outputs
+        self._note_schedule(step)
+        logits = self._execute(step, outputs)
+        if logits is not None:
+            self._collect(step, logits, outputs)
+        self._last_step = (step.num_tokens, len(step.num_scheduled_tokens), time.monotonic())
+        return outputs
+
+    def score(self, token_ids: Sequence[int], on_logits: OnLogits) -> None:
+        """Run a prompt and hand over the raw logits of every position, chunk by chunk.
+
+        on_logits(start, logits [num_tokens, vocab], float32): row i predicts the token at
+        position start + i + 1. Other requests go on; their outputs come with the next `step`.
+        """
+        check_prompt(token_ids, self.executor.spec.vocab_size)
+        if len(token_ids) > self.max_model_len:
+            raise UsageError(
+                f"{len(token_ids)} tokens exceed max_model_len={self.max_model_len}", param="prompt"
+            )
+        request_id = f"score-{self._num_added}"
+        request = Request(
+            request_id=request_id,
+            order=self._num_added,
+            prompt_token_ids=tuple(token_ids),
+            params=SamplingParams(),
+            max_tokens=0,
+            scoring=True,
+            arrival_time=time.monotonic(),
+        )
+        self._on_logits[request_id] = on_logits
+        held: list[RequestOutput] = []
+        try:
+            self._add(request_id, [request])
+            while request_id in self._samples:
+                held += self.step()
+        finally:
+            self.abort(request_id)
+            del self._on_logits[request_id]
+            mine = [o for o in held + self._pending if o.request_id == request_id]
+            self._pending = [o for o in held + self._pending if o.request_id != request_id]
+        if mine[-1].finish_reason == "error":
+            raise QdeployError(f"scoring failed: {mine[-1].error}")
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and counters."""
+        tokens, seqs, when = self._last_step
+        return EngineStats(
+            num_requests_running=len(self.scheduler.running),
+            num_requests_waiting=self.scheduler.num_waiting,
+            num_open_blocks=self.blocks.open_pool.size,
+            num_open_blocks_used=self.blocks.open_pool.num_used,
+            num_sealed_blocks=self.blocks.sealed_pool.size,
+            num_sealed_blocks_used=self.blocks.sealed_pool.num_used,
+            num_steps=self._counters["steps"],
+            last_step_tokens=tokens,
+            last_step_seqs=seqs,
+            last_step_time=when,
+            prompt_tokens_total=self._counters["prompt_tokens"],
+            generation_tokens_total=self._counters["generation_tokens"],
+            num_preemptions_total=self.scheduler.num_preemptions,
+            finished=dict(self._finished),
+        )
+
+    def _add(self, request_id: str, samples: list[Request]) -> None:
+        if request_id in self._samples:
+            raise UsageError(f"request id {request_id!r} is in use; choose another")
+        self.scheduler.add(samples)
+        self._samples[request_id] = samples
+        self._num_added += 1
+
+    def _note_schedule(self, step: ScheduledStep) -> None:
+        self._counters["steps"] += 1
+        for request in step.num_scheduled_tokens:
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = time.monotonic()
+                self._counters["prompt_tokens"] += request.num_prompt_tokens
+
+    def _execute(self, step: ScheduledStep, outputs: list[RequestOutput]) -> Tensor | None:
+        """Run the executor; a failure ends the step's requests with an error, nobody else's."""
+        try:
+            logits = self.executor.execute(self.scheduler.batch(step))
+        except Exception as error:
+            message = f"the {self.executor.name} executor failed: {error or type(error).__name__}"
+            for request in step.num_scheduled_tokens:
+                self._finish(request, "error", outputs, error=" ".join(message.split()))
+            return None
+        return logits
+
+    def _collect(self, step: ScheduledStep, logits: Tensor, outputs: list[RequestOutput]) -> None:
+        """Give each slice its rows of logits [num_logits, vocab]."""
+        counts = [s.num_logits for s in self.scheduler.batch(step).slices]
+        self.scheduler.commit(step)
+        rows = logits.split(counts)
+        for request, mine in zip(step.num_scheduled_tokens, rows, strict=True):
+            if request.scoring:
+                self._take_scores(request, mine, outputs)
+            elif len(mine):
+                self._take_token(request, mine[0], outputs)
+
+    def _take_scores(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
+        if len(rows):
+            start, request.num_scored = request.num_scored, request.num_scored + len(rows)
+            self._on_logits[request.request_id](start, rows)
+        if request.num_uncomputed_tokens == 0:
+            self._finish(request, "stop", outputs)
+
+    def _take_token(self, request: Request, row: Tensor, outputs: list[RequestOutput]) -> None:
+        sampled = sample(row, request, self._collector.banned(request))
+        if sampled.error is not None:
+            self._finish(request, "error", outputs, error=sampled.error)
+            return
+        request.append(sampled.token_id, time.monotonic())
+        self._counters["generation_tokens"] += 1
+        output = self._collector.collect(request, sampled)
+        if output.finish_reason is not None:
+            self._retire(request, output.finish_reason)
+        outputs.append(output)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        outputs: list[RequestOutput],
+        *,
+        error: str | None = None,
+    ) -> None:
+        """End a request for a reason other than its tokens."""
+        output = self._collector.final(request, reason)
+        outputs.append(replace(output, error=error))
+        self._retire(request, reason)
+
+    def _retire(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request)
+        self._collector.remove(request)
+        self._finished[reason] += 1
+        alive = [r for r in self._samples[request.request_id] if r is not request]
+        if alive:
+            self._samples[request.request_id] = alive
+        else:
+            del self._samples[request.request_id]
