@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from qdeploy.errors import UsageError
+
+if TYPE_CHECKING:  # recipes import this file, and `qdeploy --help` must not wait for torch
+    from torch import Tensor
 
 Bits = Literal[2, 3, 4, 8]
 
