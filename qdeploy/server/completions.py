@@ -1,0 +1,131 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
+from qdeploy.server.context import ServerContext
+from qdeploy.server.errors import bad_request
+from qdeploy.server.generation import EventStream, answer, event
+from qdeploy.server.prompts import (
+    Prompt,
+    chat_prompt,
+    check_params,
+    check_prompts,
+    check_stream_options,
+    completion_prompts,
+)
+from qdeploy.server.replies import ChatReply, CompletionReply, usage, usage_of
+from qdeploy.server.schema import ChatBody, CompletionBody, read_body
+
+
+def completion_routes(context: ServerContext) -> APIRouter:
+    """The two routes that generate."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _completions(request, context)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _chat(request, context)
+
+    return router
+
+
+async def _chat(request: Request, context: ServerContext) -> Response:
+    body = await read_body(request, ChatBody)
+    context.check_model(body.model)
+    include_usage = check_stream_options(body)
+    params = context.params.chat(body)
+    prompt = await chat_prompt(body.messages, context.tokenizer)
+    check_prompts([prompt], context.limits, "messages")
+    check_params(params, [prompt], context.limits)
+    reply = ChatReply(
+        context.model,
+        context.tokenizer,
+        n=params.n,
+        logprobs=params.logprobs is not None,
+        include_usage=include_usage,
+    )
+    return await answer(
+        request,
+        context,
+        reply,
+        [prompt],
+        params,
+        stream=bool(body.stream),
+        include_usage=include_usage,
+    )
+
+
+async def _completions(request: Request, context: ServerContext) -> Response:
+    body = await read_body(request, CompletionBody)
+    context.check_model(body.model)
+    include_usage = check_stream_options(body)
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "echo with logprobs is not supported: prompt tokens get no log-probabilities; "
+            "leave one out",
+            "echo",
+        )
+    only_echo = bool(body.echo) and body.max_tokens == 0
+    if only_echo:
+        body = body.model_copy(update={"max_tokens": 1, "min_tokens": None})
+    params = context.params.completion(body)
+    prompts = await completion_prompts(body, context.tokenizer)
+    check_prompts(prompts, context.limits, "prompt")
+    check_params(params, prompts, context.limits)
+    reply = CompletionReply(
+        context.model,
+        context.tokenizer,
+        n=params.n,
+        echoes=[_echo(prompt, context) if body.echo else "" for prompt in prompts],
+        logprobs=params.logprobs is not None,
+        include_usage=include_usage,
+    )
+    stream = bool(body.stream)
+    if only_echo:
+        return _echo_only(reply, prompts, params.n, stream=stream, include_usage=include_usage)
+    return await answer(
+        request, context, reply, prompts, params, stream=stream, include_usage=include_usage
+    )
+
+
+def _echo(prompt: Prompt, context: ServerContext) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _echo_only(
+    reply: CompletionReply, prompts: Sequence[Prompt], n: int, *, stream: bool, include_usage: bool
+) -> Response:
+    """max_tokens 0 with echo: the prompt, and nothing generated (R02)."""
+    results = [
+        GenerationOutput(
+            request_id=reply.id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=[CompletionOutput(index=i, finish_reason="length") for i in range(n)],
+        )
+        for prompt in prompts
+    ]
+    if not stream:
+        return JSONResponse(reply.whole(results))
+
+    async def events() -> AsyncIterator[str]:
+        for chunk in reply.opening():
+            yield event(chunk)
+        for index in range(len(prompts) * n):
+            yield event(reply.end_chunk(index, "length"))
+        if include_usage:
+            yield event(reply.usage_chunk(usage(usage_of(results)["prompt_tokens"], 0)))
+        yield "data: [DONE]\n\n"
+
+    return EventStream(events(), None)
