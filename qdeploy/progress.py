@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -17,19 +17,11 @@ class Task(Protocol):
 class Progress(Protocol):
     """Shows tasks; `info` and `warn` are lines that stay."""
 
-    def task(self, description: str, total: float) -> AbstractTask: ...
+    def task(self, description: str, total: float) -> AbstractContextManager[Task]: ...
 
     def info(self, message: str) -> None: ...
 
     def warn(self, message: str) -> None: ...
-
-
-class AbstractTask(Protocol):
-    """Context manager around a Task."""
-
-    def __enter__(self) -> Task: ...
-
-    def __exit__(self, *exc: object) -> bool | None: ...
 
 
 class _SilentTask:
