@@ -225,7 +225,9 @@ class Engine:
         try:
             logits = self.executor.execute(self.scheduler.batch(step))
         except Exception as error:
-            message = f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
+            message = (
+                f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
+            )
             for request in step.num_scheduled_tokens:
                 self._finish(request, "error", outputs, error=" ".join(message.split()))
             return None
