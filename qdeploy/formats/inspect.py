@@ -1,0 +1,174 @@
+"""What an artifact is, whether it is whole, and who else can read it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from qdeploy.errors import QdeployError
+from qdeploy.formats.checkpoint import Checkpoint, checksum_findings, open_checkpoint
+from qdeploy.formats.manifest import Manifest
+
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Another engine that read such a checkpoint in our tests, with what it needs."""
+
+    engine: str
+    needs: str
+    formats: tuple[str, ...]
+    bits: tuple[int, ...]
+
+
+#: Measured on a CPU (formats.md §8): logits against float32 on the dequantized weights.
+#: What isn't here was not tested, which doesn't mean that it fails.
+READERS = (
+    Reader(
+        engine="transformers 5.24",
+        needs="gptqmodel 7.7, accelerate",
+        formats=("awq",),
+        bits=(4,),
+    ),
+    Reader(
+        engine="transformers 5.24",
+        needs="gptqmodel 7.7, optimum 2.3",
+        formats=("gptq", "gptq_v2"),
+        bits=(4,),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The result of `inspect_artifact`; no findings means that everything checked is right.
+
+    bits_per_weight: stored bits, scales and all, over the weights of the decoder's linears.
+    format: awq, gptq, gptq_v2, or None for dense; None too when it couldn't be opened.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    findings: list[str]
+    size_bytes: int
+    bits_per_weight: float | None = None
+    format: str | None = None
+    scheme: str | None = None
+    readers: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `qdeploy inspect --json`."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "scheme": self.scheme,
+            "size_bytes": self.size_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "readers": self.readers,
+            "findings": self.findings,
+            "manifest": self.manifest.model_dump(mode="json") if self.manifest else None,
+        }
+
+    def lines(self) -> list[str]:
+        """The text of `qdeploy inspect`."""
+        lines = [f"{self.path}: {self.scheme or 'dense'} ({self.format or 'no weight format'})"]
+        lines.append(f"size: {self.size_bytes / 1e6:.1f} MB")
+        if self.bits_per_weight is not None:
+            lines[-1] += f", {self.bits_per_weight:.3f} bits per decoder weight"
+        lines.extend(_manifest_lines(self.manifest))
+        lines.append(f"other readers tested: {'; '.join(self.readers) or 'none'}")
+        lines.extend(f"finding: {finding}" for finding in self.findings)
+        return lines
+
+
+def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
+    """Open a checkpoint and check it; what is broken becomes a finding, not an exception.
+
+    Every packed layer's scales are read; `verify` also compares sha256 with the manifest.
+    """
+    path = Path(path)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    try:
+        checkpoint = open_checkpoint(path)
+    except QdeployError as error:
+        return Inspection(path=path, manifest=None, findings=[str(error)], size_bytes=size)
+    findings = _layer_findings(checkpoint)
+    if verify:
+        findings += _verify(path, checkpoint.manifest)
+    return Inspection(
+        path=path,
+        manifest=checkpoint.manifest,
+        findings=findings,
+        size_bytes=size,
+        bits_per_weight=bits_per_weight(checkpoint),
+        format=checkpoint.format,
+        scheme=checkpoint.scheme.name if checkpoint.scheme else None,
+        readers=readers_of(checkpoint),
+    )
+
+
+def readers_of(checkpoint: Checkpoint) -> list[str]:
+    """Engines that read such a checkpoint in our tests; a dense one is transformers' own."""
+    if checkpoint.scheme is None:
+        return ["transformers 5.24"]
+    return [
+        f"{reader.engine} (needs {reader.needs})"
+        for reader in READERS
+        if checkpoint.format in reader.formats and checkpoint.scheme.bits in reader.bits
+    ]
+
+
+def bits_per_weight(checkpoint: Checkpoint) -> float | None:
+    """Stored bits per weight over all linears of the decoder layers, packed or dense.
+
+    Counts real bytes: words with their padding, scales, zero points, group index, biases.
+    None when the checkpoint has no decoder layers.
+    """
+    weights = stored = 0
+    for module, (out_features, in_features) in checkpoint.packed.items():
+        weights += out_features * in_features
+        stored += checkpoint.stored_bytes(module)
+    for name in checkpoint.names():
+        module, _, last = name.rpartition(".")
+        shape = checkpoint.shape(name)
+        if last == "weight" and len(shape) == 2 and _DECODER_LAYER.search(name):
+            weights += prod(shape)
+            stored += checkpoint.stored_bytes(module)
+    return stored * 8 / weights if weights else None
+
+
+def _layer_findings(checkpoint: Checkpoint) -> list[str]:
+    findings = []
+    for module in checkpoint.packed:
+        try:
+            checkpoint.linear(module)
+        except QdeployError as error:
+            findings.append(str(error))
+    return findings
+
+
+def _verify(path: Path, manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return ["no qdeploy.json, so no checksums to verify; inspect it without --verify"]
+    return checksum_findings(path, manifest)
+
+
+def _manifest_lines(manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return ["manifest: none (not made by qdeploy)"]
+    lines = [
+        f"base model: {manifest.base_model.name}",
+        f"KV cache: {manifest.kv_cache.config().key}",
+        f"quantized layers: {len(manifest.layers)}",
+    ]
+    for record in manifest.accuracy:
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
+        verdict = {True: "passed", False: "failed", None: "no gate"}[record.passed]
+        lines.append(
+            f"accuracy at {record.key} ({record.backend}, {record.act}): {verdict}; {metrics}"
+        )
+    return lines

@@ -1,0 +1,184 @@
+"""`qdeploy.json`: what an artifact is, how it was made, and how accurate it measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from qdeploy.errors import FormatError
+from qdeploy.formats.safetensors_header import read_json
+from qdeploy.kv.config import KVCacheConfig
+
+MANIFEST_NAME = "qdeploy.json"
+SCHEMA_VERSION: Final = 1
+
+
+class _Record(BaseModel):
+    # A newer qdeploy of the same schema version may add fields; rewriting keeps them.
+    # JSON has no NaN or infinity: a broken model's perplexity is written as the string "NaN".
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="strings")
+
+
+class BaseModelRecord(_Record):
+    """The unquantized model; `sha256` is over its weights (TensorFolder.weights_sha256)."""
+
+    name: str
+    revision: str | None = None
+    sha256: str | None = None
+
+
+class CalibrationRecord(_Record):
+    """The text that calibrated, and how much of what was asked for it gave."""
+
+    source: str
+    sha256: str
+    samples_used: int
+    samples_requested: int
+    tokens: int
+
+
+class LayerRecord(_Record):
+    """One quantized linear layer, by its module name; `loss` in the method's own measure."""
+
+    name: str
+    scheme: str
+    loss: float | None = None
+    dampening: float | None = None
+    fallback: str | None = None
+    seconds: float | None = None
+
+
+class KVCacheRecord(_Record):
+    """The KV-cache policy that the artifact is meant to be served with."""
+
+    dtype: str = "bf16"
+    block_size: int = 64
+    sink_blocks: int = 1
+    residual_blocks: int = 0
+
+    def config(self) -> KVCacheConfig:
+        """The runtime's value; raises UsageError for a policy that it doesn't know."""
+        return KVCacheConfig(
+            dtype=self.dtype,
+            block_size=self.block_size,
+            sink_blocks=self.sink_blocks,
+            residual_blocks=self.residual_blocks,
+        )
+
+    @classmethod
+    def of(cls, config: KVCacheConfig) -> KVCacheRecord:
+        """The record of a runtime policy."""
+        return cls(
+            dtype=config.dtype,
+            block_size=config.block_size,
+            sink_blocks=config.sink_blocks,
+            residual_blocks=config.residual_blocks,
+        )
+
+
+class AccuracyRecord(KVCacheRecord):
+    """One evaluation: under one KV policy, by one backend, on one text."""
+
+    backend: str
+    act: str = "fp32"
+    reference: str
+    text_sha256: str
+    num_tokens: int
+    ctx_len: int
+    metrics: dict[str, float]
+    gate: str | None = None
+    passed: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """KVCacheConfig.key of the policy; doesn't raise for one that is unknown here."""
+        return f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"
+
+
+class CapacityRecord(_Record):
+    """What serving needs: stored bytes of all weights, and of one token's K and V."""
+
+    weight_bytes: int | None = None
+    kv_bytes_per_token: float | None = None
+
+
+class Manifest(_Record):
+    """The whole of `qdeploy.json` (CONTRACT §2). Immutable: `with_record` gives a new one."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    base_model: BaseModelRecord
+    recipe: dict[str, Any]
+    calibration: CalibrationRecord | None = None
+    layers: list[LayerRecord] = Field(default_factory=list)
+    kv_cache: KVCacheRecord = KVCacheRecord()
+    accuracy: list[AccuracyRecord] = Field(default_factory=list)
+    capacity: CapacityRecord = CapacityRecord()
+    files: dict[str, str] = Field(default_factory=dict)
+    created_by: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("files")
+    @classmethod
+    def _plain_names(cls, files: dict[str, str]) -> dict[str, str]:
+        for name in files:
+            if not name or Path(name).name != name or "\\" in name:
+                raise ValueError(f"{name!r} is not a plain file name")
+        return files
+
+    def record_for(self, config: KVCacheConfig) -> AccuracyRecord | None:
+        """The newest record of the KV policy, whatever its backend; None when there is none."""
+        matching = [record for record in self.accuracy if record.key == config.key]
+        return matching[-1] if matching else None
+
+    def with_record(self, record: AccuracyRecord) -> Manifest:
+        """A copy with `record` last, in place of one of the same policy, backend and act."""
+        kept = [item for item in self.accuracy if _identity(item) != _identity(record)]
+        return self.model_copy(update={"accuracy": [*kept, record]})
+
+
+def _identity(record: AccuracyRecord) -> tuple[str, str, str]:
+    return (record.key, record.backend, record.act)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest, None when it has none; FormatError when it's broken or too new."""
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise FormatError(
+            f"{path}: schema_version {version!r} is not known to this qdeploy, which reads "
+            f"{SCHEMA_VERSION}; upgrade qdeploy or quantize again"
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise FormatError(f"{path}: {key}: {first['msg']}; quantize again") from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `qdeploy.json` atomically, and bring the model card's accuracy table up to date."""
+    from qdeploy.formats.model_card import refresh_card
+
+    text = manifest.model_dump_json(indent=2)
+    write_atomic(Path(folder) / MANIFEST_NAME, text + "\n")
+    refresh_card(Path(folder), manifest)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write through a temporary sibling, so that a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,99 @@
+"""The artifact's README.md: base model, recipe, accuracy, how to serve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qdeploy.formats.manifest import AccuracyRecord, Manifest, write_atomic
+
+CARD_NAME = "README.md"
+_BEGIN = "<!-- qdeploy: accuracy, rewritten by `qdeploy eval` -->"
+_END = "<!-- qdeploy: end of accuracy -->"
+_METRICS = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1_agreement")
+
+
+def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
+    """The whole card of an artifact called `name`; `quantization`: its quantization_config."""
+    base, kv = manifest.base_model, manifest.kv_cache
+    kind = "unquantized"
+    if quantization is not None:
+        group = quantization["group_size"]
+        kind = f"{quantization['quant_method']}, {quantization['bits']} bits, " + (
+            "one group a row" if group == -1 else f"groups of {group}"
+        )
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"base_model: {json.dumps(base.name)}",
+            "tags: [qdeploy, quantized]",
+            "---",
+            f"# {name}",
+            "",
+            f"`{base.name}`, quantized with [qdeploy](qdeploy.json): {kind}.",
+            "",
+            f"- Base weights: sha256 `{base.sha256 or 'not recorded'}`"
+            + (f", revision `{base.revision}`" if base.revision else ""),
+            f"- KV cache: {kv.dtype}, blocks of {kv.block_size} tokens, "
+            f"{kv.sink_blocks} sink and {kv.residual_blocks} residual blocks unquantized",
+            f"- {_calibration(manifest)}",
+            "",
+            "## Accuracy",
+            _accuracy_section(manifest),
+            "",
+            "## Serve",
+            "```",
+            "qdeploy serve .",
+            "```",
+            "It is also a plain Hugging Face checkpoint; `qdeploy inspect .` names other readers.",
+            "",
+            "## Recipe",
+            "```json",
+            json.dumps(manifest.recipe, indent=2, ensure_ascii=False, default=str),
+            "```",
+            "",
+        ]
+    )
+
+
+def refresh_card(folder: Path, manifest: Manifest) -> None:
+    """Replace the accuracy section; a card without its markers (an edited one) stays as it is."""
+    path = folder / CARD_NAME
+    if not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(_BEGIN)
+    _, end, tail = rest.partition(_END)
+    if begin and end:
+        write_atomic(path, head + _accuracy_section(manifest) + tail)
+
+
+def _calibration(manifest: Manifest) -> str:
+    calibration = manifest.calibration
+    if calibration is None:
+        return "Calibration: none"
+    return (
+        f"Calibration: {calibration.source}, {calibration.samples_used} of "
+        f"{calibration.samples_requested} samples asked for, {calibration.tokens} tokens"
+    )
+
+
+def _accuracy_section(manifest: Manifest) -> str:
+    body = _table(manifest.accuracy) if manifest.accuracy else ["Not measured; `qdeploy eval .`"]
+    return "\n".join([_BEGIN, *body, _END])
+
+
+def _table(records: list[AccuracyRecord]) -> list[str]:
+    shown = [name for name in _METRICS if any(name in record.metrics for record in records)]
+    columns = ["KV cache", "backend", *(name.replace("_", " ") for name in shown), "tokens", "gate"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for record in records:
+        values = [f"{record.metrics[n]:.4g}" if n in record.metrics else "" for n in shown]
+        verdict = {True: "passed", False: "failed", None: "none"}[record.passed]
+        gate = f"{record.gate}: {verdict}" if record.gate else verdict
+        cells = [record.key, record.backend, *values, str(record.num_tokens), gate]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
