@@ -36,10 +36,9 @@ class ServerContext:
     def check_model(self, name: str | None) -> None:
         """404 for a model that isn't served; no name is the default (H03)."""
         if name is not None and name != self.model:
-            shown = name.encode("utf-8", "replace").decode()[:80]
             raise ApiError(
                 404,
-                f"model {shown!r} is not served here; use {self.model!r}",
+                f"model {name[:80]!r} is not served here; use {self.model!r}",
                 param="model",
                 code="model_not_found",
             )

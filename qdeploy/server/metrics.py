@@ -26,7 +26,7 @@ class ServerMetrics:
     """One server's metrics: histograms fed after every step, the rest read at the scrape."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         self._ttft = self._histogram("time_to_first_token_seconds", _TTFT_S)

@@ -45,13 +45,11 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list
     if len(prompt) > MAX_SAMPLES:
         raise bad_request(f"prompt holds {len(prompt)} prompts; at most {MAX_SAMPLES}", "prompt")
     return [
-        await _encode(item, tokenizer) if isinstance(item, str) else _ids(item)  # type: ignore[arg-type]
-        for item in prompt
+        await _encode(item, tokenizer) if isinstance(item, str) else _ids(item) for item in prompt
     ]
 
 
 async def _encode(text: str, tokenizer: Tokenizer) -> Prompt:
-    check_text(text, "prompt")
     # a long prompt takes a while, and the tokenizer releases the GIL
     ids = await asyncio.to_thread(tokenizer.encode, text)
     if not text or not ids:
@@ -63,14 +61,6 @@ def _ids(ids: Sequence[Any]) -> Prompt:
     if not ids:
         raise bad_request("prompt is an empty list of token ids; give at least one", "prompt")
     return Prompt(token_ids=list(ids))
-
-
-def check_text(text: str, param: str) -> None:
-    """JSON can hold lone surrogates, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise bad_request(f"{param} holds a lone surrogate, which is not text", param) from None
 
 
 async def chat_prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> Prompt:
@@ -90,7 +80,6 @@ def _plain(index: int, message: Message) -> dict[str, str]:
         )
     content = message.content
     text = content if isinstance(content, str) else _join(content, f"{param}.content")
-    check_text(text, "messages")
     plain = {"role": message.role, "content": text}
     return plain if message.name is None else {**plain, "name": message.name}
 

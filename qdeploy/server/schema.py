@@ -150,6 +150,8 @@ async def read_body(request: Request, kind: type[_Model]) -> _Model:
     data = _parse_json(await request.body())
     if not isinstance(data, dict):
         raise bad_request(f"the body must be a JSON object, got {_json_type(data)}")
+    for name, value in data.items():
+        _check_text(name, value)
     try:
         return kind.model_validate(_drop_neutral(data, kind))
     except ValidationError as error:
@@ -165,6 +167,15 @@ def _parse_json(body: bytes) -> Any:
         raise bad_request("the body is nested too deeply") from None
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
+
+
+def _check_text(name: str, value: Any) -> None:
+    """JSON can escape lone surrogates, which no tokenizer and no answer can hold."""
+    try:
+        json.dumps((name, value), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = _clean(name)
+        raise bad_request(f"{shown} holds a lone surrogate, which is not text", shown) from None
 
 
 def _no_constant(name: str) -> Any:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from qdeploy.server.context import ServerContext
 from qdeploy.server.errors import ApiError, bad_request
 from qdeploy.server.metrics import ServerMetrics
-from qdeploy.server.prompts import chat_prompt, check_text
+from qdeploy.server.prompts import chat_prompt
 from qdeploy.server.schema import DetokenizeBody, TokenizeBody, read_body
 
 
@@ -97,7 +97,6 @@ async def _tokenize(request: Request, context: ServerContext) -> Response:
         ids = (await chat_prompt(body.messages, context.tokenizer)).token_ids
     else:
         text = body.prompt or ""
-        check_text(text, "prompt")
         special = body.add_special_tokens is not False
         ids = await asyncio.to_thread(context.tokenizer.encode, text, special)
     limit = context.engine.max_model_len
