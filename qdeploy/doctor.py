@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from qdeploy.errors import SourceError
+
 Status = Literal["ok", "warn", "missing"]
 
 #: Oldest release series (major, minor) that we work with; the same bounds as in pyproject.toml.
@@ -64,7 +66,7 @@ def diagnose() -> list[Finding]:
         check_memory(_available_memory_bytes()),
         check_gpu(),
         check_triton(),
-        check_cache(cache_dir()),
+        check_cache(),
         *check_backends(),
     ]
 
@@ -174,27 +176,27 @@ def check_triton() -> Finding:
     return Finding(name="triton", status="ok", detail=f"{found}; not used by this release")
 
 
-def cache_dir() -> Path:
-    """Where converted models are kept: $QDEPLOY_CACHE, default ~/.cache/qdeploy."""
-    return Path(os.environ.get("QDEPLOY_CACHE") or Path.home() / ".cache" / "qdeploy")
-
-
-def check_cache(folder: Path) -> Finding:
+def check_cache() -> Finding:
     """Free disk space, and the right to write, where downloaded and converted models go."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    step = "set QDEPLOY_CACHE to a folder that can be written"
+    try:
+        from qdeploy.formats.sources import cache_folder
+
+        folder = cache_folder()
+    except ImportError as error:
+        step = "install the packages that are missing above"
+        return Finding(name="cache", status="missing", detail=str(error), next_step=step)
+    except SourceError as error:
+        return Finding(name="cache", status="missing", detail=str(error), next_step=step)
+    if not os.access(folder, os.W_OK):
+        detail = f"{folder} can't be written"
+        return Finding(name="cache", status="missing", detail=detail, next_step=step)
+    free = shutil.disk_usage(folder).free
     detail = f"{folder}, {free / GIB:.1f} GiB free"
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Finding(
-            name="cache",
-            status="missing",
-            detail=f"{folder} can't be written",
-            next_step="set QDEPLOY_CACHE to a folder that can",
-        )
-    if free < COMFORTABLE_DISK_BYTES:
-        step = "free some space, or set QDEPLOY_CACHE to a folder on another disk"
-        return Finding(name="cache", status="warn", detail=detail, next_step=step)
-    return Finding(name="cache", status="ok", detail=detail)
+    if free >= COMFORTABLE_DISK_BYTES:
+        return Finding(name="cache", status="ok", detail=detail)
+    step = "free some space, or set QDEPLOY_CACHE to a folder on another disk"
+    return Finding(name="cache", status="warn", detail=detail, next_step=step)
 
 
 def check_backends() -> list[Finding]:

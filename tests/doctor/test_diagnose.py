@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,16 +83,26 @@ def test_memory(available: int | None, status: str) -> None:
     assert doctor.check_memory(available).status == status
 
 
-def test_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_cache_that_is_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    finding = doctor.check_cache(tmp_path / "file" / "cache")
+    monkeypatch.setenv("QDEPLOY_CACHE", str(tmp_path / "file" / "cache"))
+    finding = doctor.check_cache()
     assert finding.status == "missing"
     assert "QDEPLOY_CACHE" in finding.next_step
 
 
 def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDEPLOY_CACHE", str(tmp_path))
-    assert doctor.cache_dir() == tmp_path
+    assert doctor.check_cache().detail.startswith(f"{tmp_path}, ")
+
+
+@pytest.mark.parametrize(("free", "status"), [(1 << 20, "warn"), (1 << 40, "ok")])
+def test_little_disk_is_a_warning(
+    free: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QDEPLOY_CACHE", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    assert doctor.check_cache().status == status
 
 
 def test_bounds_equal_those_of_the_package() -> None:

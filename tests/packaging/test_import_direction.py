@@ -13,10 +13,10 @@ import qdeploy_kernels
 
 #: Top-level modules and packages of qdeploy, lowest layer first. A new one must be placed here.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "registry", "progress", "_resources", "doctor"}),
+    frozenset({"errors", "registry", "progress", "_resources"}),
     frozenset({"quantization", "formats", "models", "kv", "recipes"}),
     frozenset({"runtime", "calibration"}),
-    frozenset({"server", "bench", "evaluation", "pipeline", "planner"}),
+    frozenset({"server", "bench", "evaluation", "pipeline", "planner", "doctor"}),
     frozenset({"cli"}),
 )
 
