@@ -82,3 +82,14 @@ def test_public_names_load_on_first_use() -> None:
     assert callable(qdeploy.LLM)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = qdeploy.no_such_name
+
+
+def test_make_test_imports_the_wheel_not_the_checkout() -> None:
+    import qdeploy
+    import qdeploy_kernels
+
+    in_checkout = {
+        Path(module.__file__ or "").is_relative_to(CHECKOUT / folder)
+        for module, folder in ((qdeploy, "qdeploy"), (qdeploy_kernels, "kernels"))
+    }
+    assert in_checkout == {"QDEPLOY_TEST_WHEEL" not in os.environ}
