@@ -52,7 +52,7 @@ def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[Async
         open_checkpoint(folder, verify_checksums=True)
     manifest = read_manifest(folder)
     # a missing or failed record is known before the weights are loaded
-    check_verified(manifest, kv, "", settings.allow_unverified, artifact=path)
+    check_verified(manifest, kv, "auto", settings.allow_unverified, artifact=path)
     tokenizer = Tokenizer.load(folder)
     executor = load_executor(
         folder,

@@ -17,38 +17,61 @@ def check_verified(
 ) -> list[str]:
     """Warnings to show; empty when the record fits.
 
-    backend: the executor's name. Raises UsageError when the accuracy record of this KV policy is
-    missing and GateError when it failed its gate, unless allow_unverified.
+    backend: the executor's name, or "auto" while it isn't known: then any record that passed
+    will do. Raises UsageError when the accuracy record of this KV policy is missing and GateError
+    when it failed its gate, unless allow_unverified.
     """
     if manifest is None:
         return [f"{artifact} has no qdeploy.json: its accuracy with KV {kv_config.key} is unknown"]
-    record = _record(manifest, kv_config)
-    command = f"qdeploy eval {artifact} --kv-cache-dtype {kv_config.dtype}"
+    record = _record(manifest, kv_config, backend)
+    command = _eval_command(manifest, kv_config, artifact)
     if record is None:
-        message = f"{artifact} has no accuracy record for KV {kv_config.key}"
-        if not allow_unverified:
-            raise UsageError(f"{message}; run `{command}` or serve with --allow-unverified")
-        return [f"{message}; served because of --allow-unverified"]
-    if not record.passed:
-        message = f"{artifact} failed its accuracy gate ({record.gate}) with KV {kv_config.key}"
-        if not allow_unverified:
-            raise GateError(
-                f"{message}; quantize with more bits or measure again with `{command}`, or serve "
-                "with --allow-unverified"
-            )
-        return [f"{message}; served because of --allow-unverified"]
-    if record.backend != backend:
-        return [
-            f"accuracy of {artifact} was measured on the {record.backend} backend, "
-            f"this is {backend}; to measure it here run `{command} --backend {backend}`"
-        ]
-    return []
+        error: Exception = UsageError(
+            f"{artifact} has no accuracy record for KV {kv_config.key}; {command} or serve with "
+            "--allow-unverified"
+        )
+    elif record.passed is False:
+        error = GateError(
+            f"{artifact} failed its accuracy gate ({record.gate}) with KV {kv_config.key}; quantize "
+            f"with more bits, or {command}, or serve with --allow-unverified"
+        )
+    else:
+        return _remarks(record, backend, artifact)
+    if not allow_unverified:
+        raise error
+    return [f"{str(error).split('; ')[0]}; served because of --allow-unverified"]
 
 
-def _record(manifest: Manifest, kv: KVCacheConfig) -> AccuracyRecord | None:
-    wanted = (kv.dtype, kv.block_size, kv.sink_blocks, kv.residual_blocks)
-    for record in manifest.accuracy:
-        found = (record.dtype, record.block_size, record.sink_blocks, record.residual_blocks)
-        if found == wanted:
-            return record
-    return None
+def _record(manifest: Manifest, kv: KVCacheConfig, backend: str) -> AccuracyRecord | None:
+    """The newest record of the backend, else of any; for "auto" one that passed if there is."""
+    matching = [record for record in manifest.accuracy if record.key == kv.key]
+    if backend == "auto":
+        preferred = [record for record in matching if record.passed is not False]
+    else:
+        preferred = [record for record in matching if record.backend == backend]
+    found = preferred or matching
+    return found[-1] if found else None
+
+
+def _eval_command(manifest: Manifest, kv: KVCacheConfig, artifact: str) -> str:
+    """How to get the record: `eval` measures the artifact's own block sizes only."""
+    own = manifest.kv_cache
+    if (own.block_size, own.sink_blocks, own.residual_blocks) != (
+        kv.block_size,
+        kv.sink_blocks,
+        kv.residual_blocks,
+    ):
+        return f"serve with the artifact's own --block-size {own.block_size}"
+    return f"run `qdeploy eval {artifact} --kv-cache-dtype {kv.dtype}`"
+
+
+def _remarks(record: AccuracyRecord, backend: str, artifact: str) -> list[str]:
+    remarks = []
+    if record.passed is None:
+        remarks.append(f"accuracy of {artifact} was measured, but against no gate")
+    if backend not in ("auto", record.backend):
+        remarks.append(
+            f"accuracy of {artifact} was measured on the {record.backend} backend, this is "
+            f"{backend}; `qdeploy eval {artifact} --backend {backend}` measures it here"
+        )
+    return remarks

@@ -17,7 +17,6 @@ import httpx
 import openai
 import torch
 import uvicorn
-from runtime.tiny_tokenizer import save_tokenizer
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
@@ -28,6 +27,7 @@ from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.listen import DrainingServer, bind, url_of
 from qdeploy.server.settings import ServerSettings
+from runtime.tiny_tokenizer import save_tokenizer
 
 ALPHABET = "abcdefghijklménopqrstuvwxyz"
 MODEL = "tiny"

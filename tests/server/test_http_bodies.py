@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from server.harness import HI, Served, serving
 
 
@@ -202,7 +203,7 @@ def test_too_long_prompt_gives_the_numbers(served: Served) -> None:
 
 
 def test_r26_never_an_empty_200() -> None:
-    """33 blocks hold one sequence of 256 tokens: more samples wait or are refused, none is empty."""
+    """33 blocks hold one sequence of 256 tokens: more samples wait or are refused."""
     with serving(max_num_seqs=4, num_kv_blocks=40) as small:
         error_of(small.complete(prompt="a" * 256, max_tokens=1))
         one = small.complete(prompt="a" * 250, max_tokens=3).json()

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from server.harness import ALPHABET, HI, Served, serving, sse
 
 
