@@ -67,3 +67,43 @@ def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """
     info = torch.finfo(dtype)
     return scales.clamp(min=info.smallest_normal, max=info.max).to(dtype)
+
+
+def grouped_range(weight: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Least and greatest value of each group, [out, groups]; the range always includes 0."""
+    grouped = weight.float().view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
+    return grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+
+
+def range_qparams(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """Scales (float32, exact in float16) and zero points (uint8) that cover [low, high].
+
+    The scale is rounded to float16, its dtype on disk, before anything is computed from it: codes
+    and zero points then belong to the scale that a reader sees. Any shape, elementwise.
+    """
+    if scheme.symmetric:
+        scales = torch.maximum(high, -low) * (2 / scheme.max_code)
+    else:
+        scales = (high - low) / scheme.max_code
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scales = storable_scales(scales, torch.float16).float()
+    if scheme.symmetric:
+        zeros = torch.full_like(scales, scheme.mid_code)
+    else:
+        zeros = (-low / scales).round().clamp(0, scheme.max_code)
+    return scales, zeros.to(torch.uint8)
+
+
+def fake_quantize(weight: Tensor, scheme: QuantScheme) -> Tensor:
+    """Round to the nearest min-max code and back: float32 [out, in], for searches."""
+    out_features, in_features = weight.shape
+    scales, zeros = range_qparams(*grouped_range(weight, scheme), scheme)
+    grouped = weight.view(out_features, scheme.groups(in_features), -1)
+    return round_grouped(grouped, scales, zeros, scheme).view(out_features, in_features)
+
+
+def round_grouped(grouped: Tensor, scales: Tensor, zeros: Tensor, scheme: QuantScheme) -> Tensor:
+    """Quantize and dequantize [out, groups, group] by [out, groups] scales and zero points."""
+    step, offset = scales.unsqueeze(-1), zeros.float().unsqueeze(-1)
+    codes = (grouped / step).add_(offset).round_().clamp_(0, scheme.max_code)
+    return codes.sub_(offset).mul_(step)

@@ -1,0 +1,107 @@
+"""The seam of quantization methods: what one is given for a decoder layer, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+from qdeploy.registry import Registry
+
+#: Receives the input rows of a linear layer, [tokens, in_features], a batch at a time.
+Observer = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBatch:
+    """Inputs of one decoder layer: hidden [batch, tokens, hidden] and the keywords it takes."""
+
+    hidden: Tensor
+    kwargs: Mapping[str, Any]
+
+
+class Forward(Protocol):
+    """Runs the layer on the calibration tokens; made by `calibration.walk`."""
+
+    def __call__(
+        self, observers: Mapping[str, Observer] | None = None, stop_after: str | None = None
+    ) -> list[Tensor]:
+        """Outputs of all batches; empty when stopped after the module `stop_after`'s input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContext:
+    """One decoder layer, float32 and in memory, with the calibration tokens that reach it.
+
+    layer: the module; a method may change its weights
+    name: full name, e.g. model.layers.0; targets: names of linears below it, to be quantized
+    input_groups: targets that share an input, in order of execution
+    model_type: of the config, decides the smoothing groups
+    head_dim: of attention heads; store_dtypes: dtype on disk of each of the layer's parameters
+    search_batches: some of the batches, for searches that run blocks many times
+    is_last: whether outputs are of no use
+    """
+
+    layer: nn.Module
+    name: str
+    targets: tuple[str, ...]
+    input_groups: tuple[tuple[str, ...], ...] = ()
+    scheme: QuantScheme
+    model_type: str
+    head_dim: int
+    store_dtypes: Mapping[str, Any]
+    forward: Forward | None = None
+    search_batches: Sequence[LayerBatch] = ()
+    is_last: bool = False
+    warn: Callable[[str], None] = print
+
+    def linear(self, name: str) -> nn.Linear:
+        """The linear layer `name` (relative to the decoder layer)."""
+        module = self.layer.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        return module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearReport:
+    """How one linear layer went; `loss` in the method's own measure."""
+
+    name: str
+    loss: float | None = None
+    dampening: float | None = None
+    fallback: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerOutcome:
+    """A quantized decoder layer; all names are relative to it.
+
+    linears: quantized layers; dense: other parameters that changed (norms, biases), as stored
+    outputs: the next layer's inputs, one tensor a batch
+    """
+
+    linears: dict[str, QuantizedLinear]
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    reports: list[LinearReport] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class QuantMethod(Protocol):
+    """Quantizes one decoder layer after the other."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `forward` and `input_groups` must be given."""
+
+    def check(self, model_type: str) -> None:
+        """Raise UsageError for an architecture that the method can't do."""
+
+    def quantize_layer(self, context: LayerContext) -> LayerOutcome:
+        """Quantize every target; deterministic."""
+
+
+METHODS: Registry[QuantMethod] = Registry("method")
