@@ -87,7 +87,7 @@ def apply_penalties(
 
 
 def choose(scores: Tensor, request: Request) -> int | None:
-    """argmax of the noisy, filtered scores [vocab]; None when every token is ruled out."""
+    """Argmax of the noisy, filtered scores [vocab]; None when every token is ruled out."""
     params = request.params
     best = float(scores.max())
     if best == _NEVER:

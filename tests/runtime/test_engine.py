@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime.fake_executor import VOCAB, FakeExecutor
 
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.outputs import RequestOutput
 from qdeploy.runtime.sampling_params import SamplingParams
+from runtime.fake_executor import VOCAB, FakeExecutor
 
 KV = KVCacheConfig(dtype="int4", block_size=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
-from runtime.fake_executor import VOCAB, FakeExecutor
-from runtime.storm import Arrival, Storm, assert_equals_solo, storms
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
+from runtime.fake_executor import VOCAB, FakeExecutor
+from runtime.storm import Arrival, Storm, assert_equals_solo, storms
 
 
 def make_engine(config: EngineConfig) -> Engine:

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runtime.tiny_tokenizer import CHATML, save_tokenizer, write_json
 from transformers import AutoTokenizer
 
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.runtime.detokenizer import Detokenizer
 from qdeploy.runtime.tokenizer import Tokenizer
+from runtime.tiny_tokenizer import CHATML, save_tokenizer, write_json
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def test_template_that_raises_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_no_template_and_no_tokenizer_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     with pytest.raises(FormatError, match="no usable tokenizer in empty"):
-        (tmp_path / "empty").mkdir()
         Tokenizer.load(tmp_path / "empty")
     save_tokenizer(tmp_path, template=None)
     with pytest.raises(UsageError, match="no chat template"):
