@@ -22,7 +22,7 @@ CONVERTER_VERSION = 1
 MAX_SHARD_BYTES = 2 << 30
 
 
-def convert_gguf(path: Path, out: Path, progress: Progress | None = None) -> Path:
+def convert_gguf(path: Path, out: Path, progress: Progress = Silent()) -> Path:
     """Write the folder `out` (which exists and is empty) and return it.
 
     Peak memory is one shard (2 GiB) plus one tensor. Raises FormatError when anything in the file
@@ -37,7 +37,7 @@ def convert_gguf(path: Path, out: Path, progress: Progress | None = None) -> Pat
     template = source.fields.get("tokenizer.chat_template")
     if template:
         (out / "chat_template.jinja").write_text(template, encoding="utf-8")
-    _write_tensors(source, config, out, progress or Silent())
+    _write_tensors(source, config, out, progress)
     return out
 
 

@@ -1,4 +1,4 @@
-"""GGUF metadata → Hugging Face `config.json` of llama, mistral, qwen2, qwen3 and gemma3 decoders."""
+"""GGUF metadata → Hugging Face `config.json`: llama, mistral, qwen2, qwen3 and gemma3 decoders."""
 
 from __future__ import annotations
 

