@@ -1,4 +1,8 @@
-"""POST /v1/completions and /v1/chat/completions."""
+"""POST /v1/completions and /v1/chat/completions.
+
+Closing the connection cancels a request, streamed or not: it is aborted before the next step and
+its KV blocks are free again (user report H14).
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,9 @@ async def _chat(request: Request, context: ServerContext) -> Response:
     body = await read_body(request, ChatBody)
     context.check_model(body.model)
     include_usage = check_stream_options(body)
-    params = context.params.chat(body)
     prompt = await chat_prompt(body.messages, context.tokenizer)
     check_prompts([prompt], context.limits, "messages")
+    params = context.params.chat(body, context.engine.max_model_len - len(prompt.token_ids))
     check_params(params, [prompt], context.limits)
     reply = ChatReply(
         context.model,

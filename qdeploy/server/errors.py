@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from qdeploy.errors import CapacityError, QdeployError, UsageError
@@ -121,7 +122,11 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_error(_request: Request, error: Exception) -> Response:
         return error_response(to_api_error(error))
 
+    async def on_disconnect(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; nginx's code for the access log
+
     app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     for kind in (
         ApiError,
         QdeployError,

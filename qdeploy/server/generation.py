@@ -41,8 +41,6 @@ async def answer(
         return EventStream(events, outputs)
     try:
         results = await until_disconnect(request, _collect(outputs, prompts, params.n))
-    except ClientDisconnect:
-        return Response(status_code=499)  # nobody reads it; nginx's code for the access log
     finally:
         outputs.close()
     return JSONResponse(reply.whole(results))

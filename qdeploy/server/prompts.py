@@ -114,10 +114,14 @@ def check_prompts(prompts: Sequence[Prompt], limits: Limits, param: str) -> None
 
 
 class ParamsBuilder:
-    """Request fields over the model's generation_config over vLLM's defaults."""
+    """Request fields over the model's generation_config over vLLM's defaults.
+
+    Raises UsageError for defaults that no request could be sampled with.
+    """
 
     def __init__(self, defaults: Mapping[str, Any]) -> None:
         self._defaults = {k: v for k, v in defaults.items() if k != "max_tokens"}
+        SamplingParams(**defaults)
         self._chat_max_tokens: int | None = defaults.get("max_tokens")
 
     def completion(self, body: CompletionBody) -> SamplingParams:
@@ -125,8 +129,11 @@ class ParamsBuilder:
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         return self._build(body, {"max_tokens": max_tokens, "logprobs": body.logprobs})
 
-    def chat(self, body: ChatBody) -> SamplingParams:
-        """Parameters of chat; without max_tokens a reply may run to the end of the context."""
+    def chat(self, body: ChatBody, room: int) -> SamplingParams:
+        """Parameters of chat; without max_tokens a reply may run to the end of the context.
+
+        room: tokens that the context has left, which caps the model's own default.
+        """
         name = "max_tokens"
         given = body.max_tokens
         if body.max_completion_tokens is not None:
@@ -146,7 +153,8 @@ class ParamsBuilder:
                 f"top_logprobs={body.top_logprobs} is not allowed; give 0 to 20", "top_logprobs"
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        max_tokens = self._chat_max_tokens if given is None else given
+        default = self._chat_max_tokens and min(self._chat_max_tokens, room)
+        max_tokens = default if given is None else given
         return self._build(body, {"max_tokens": max_tokens, "logprobs": logprobs})
 
     def _build(self, body: SamplingFields, extra: Mapping[str, Any]) -> SamplingParams:

@@ -32,8 +32,8 @@ def check_verified(
         )
     elif record.passed is False:
         error = GateError(
-            f"{artifact} failed its accuracy gate ({record.gate}) with KV {kv_config.key}; quantize "
-            f"with more bits, or {command}, or serve with --allow-unverified"
+            f"{artifact} failed its accuracy gate ({record.gate}) with KV {kv_config.key}; "
+            f"quantize with more bits, or {command}, or serve with --allow-unverified"
         )
     else:
         return _remarks(record, backend, artifact)

@@ -27,7 +27,7 @@ from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.listen import DrainingServer, bind, url_of
 from qdeploy.server.settings import ServerSettings
-from runtime.tiny_tokenizer import save_tokenizer
+from runtime.tiny_tokenizer import CHATML, save_tokenizer, write_json
 
 ALPHABET = "abcdefghijklménopqrstuvwxyz"
 MODEL = "tiny"
@@ -117,18 +117,31 @@ class Served:
         raise AssertionError(f"still busy: {self.engine.stats}")
 
 
-def alphabet_tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(save_tokenizer(folder))
+def alphabet_tokenizer(
+    template: str = CHATML, *, add_bos: bool = False, extra_eos: str | None = None
+) -> Tokenizer:
+    """extra_eos: one more end token, in a list in generation_config.json only."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), template=template, add_bos=add_bos)
+        if extra_eos is not None:
+            first = Tokenizer.load(folder)
+            ids = [first.hf.convert_tokens_to_ids(token) for token in ("<s>", extra_eos)]
+            write_json(Path(folder), "generation_config.json", {"eos_token_id": ids})
+        return Tokenizer.load(folder)
 
 
 @contextlib.contextmanager
 def serving(
-    *, max_model_len: int = 256, num_kv_blocks: int | None = None, **changes: Any
+    *,
+    max_model_len: int = 256,
+    num_kv_blocks: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    sampling_defaults: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Iterator[Served]:
     """Run a server in a thread; ends with its own drain."""
     settings = replace(ServerSettings(port=0, served_model_name=MODEL), **changes)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = alphabet_tokenizer(Path(folder))
+    tokenizer = tokenizer or alphabet_tokenizer()
     executor = AlphabetExecutor(tokenizer, max_model_len)
     config = EngineConfig(
         kv=KV, max_num_seqs=settings.max_num_seqs, num_kv_blocks=num_kv_blocks, seed=settings.seed
@@ -140,7 +153,7 @@ def serving(
         max_waiting=settings.max_queued_requests,
         request_timeout=settings.request_timeout,
     )
-    app = create_app(engine, tokenizer, settings)
+    app = create_app(engine, tokenizer, settings, sampling_defaults=sampling_defaults)
     listener = bind(settings.host, settings.port)
     ready = threading.Event()
     server = DrainingServer(

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.harness import ALPHABET, HI, Served, serving, sse
+from runtime.tiny_tokenizer import CHATML
+from server.harness import ALPHABET, HI, Served, alphabet_tokenizer, serving, sse
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +228,54 @@ def test_the_openai_client_sees_typed_errors(served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         served.openai.chat.completions.create(model="none", messages=HI)  # type: ignore[arg-type]
     assert missing.value.code == "model_not_found"
+
+
+def test_a13_end_tokens_are_the_union_of_all_files() -> None:
+    """generation_config names [<s>, f] as a list; </s> stands only in the tokenizer."""
+    with serving(tokenizer=alphabet_tokenizer(extra_eos="f")) as served:
+        choice = served.chat().json()["choices"][0]
+        assert choice["message"]["content"] == "abcde"
+        assert choice["finish_reason"] == "stop"
+        after_f = served.complete(prompt="f").json()["choices"][0]
+        assert after_f["text"] == "ghijklménopqrst"[:15]
+        late = served.complete(prompt="f", max_tokens=100).json()["choices"][0]
+        assert late["text"] == ALPHABET[6:]
+        assert late["finish_reason"] == "stop"
+        ignored = served.chat(ignore_eos=True, max_tokens=9).json()  # A14
+        assert ignored["usage"]["completion_tokens"] == 9
+
+
+def test_r22_one_bos_in_a_chat() -> None:
+    tokenizer = alphabet_tokenizer("{{ bos_token }}" + CHATML, add_bos=True)
+    with serving(tokenizer=tokenizer) as served:
+        expected = tokenizer.hf.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+        bos = tokenizer.hf.bos_token_id
+        assert expected.count(bos) == 1
+        reply = served.chat(max_tokens=1).json()
+        assert reply["usage"]["prompt_tokens"] == len(expected)
+        assert served.post("/tokenize", {"messages": HI}).json()["tokens"] == expected
+        assert served.post("/tokenize", {"prompt": "a"}).json()["tokens"][0] == bos
+
+
+def test_defaults_of_generation_config_apply_and_requests_override_them() -> None:
+    defaults = {"temperature": 100.0, "max_tokens": 3}
+    with serving(sampling_defaults=defaults, max_num_seqs=2) as served:
+        assert served.chat().json()["usage"]["completion_tokens"] == 3
+        texts = {served.complete(ignore_eos=True).json()["choices"][0]["text"] for _ in range(3)}
+        assert len(texts) == 3
+        cool = served.chat(temperature=0, max_tokens=5).json()["choices"][0]
+        assert cool["message"]["content"] == "abcde"
+    with serving(sampling_defaults={"max_tokens": 10_000}) as served:
+        assert served.chat(ignore_eos=True).json()["usage"]["total_tokens"] == 256
+
+
+def test_the_servers_seed_repeats_a_run() -> None:
+    def run(seed: int) -> list[str]:
+        with serving(seed=seed) as served:
+            hot = {"temperature": 100.0, "ignore_eos": True}
+            return [served.complete(**hot).json()["choices"][0]["text"] for _ in range(2)]
+
+    first = run(1)
+    assert first[0] != first[1]
+    assert run(1) == first
+    assert run(2) != first
