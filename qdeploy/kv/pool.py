@@ -1,0 +1,57 @@
+"""The two KV pools of an executor, and their exact arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.kivi import BITS, SealedLayout
+from qdeploy.models.spec import DecoderSpec
+
+
+def sealed_layout(spec: DecoderSpec, config: KVCacheConfig) -> SealedLayout:
+    """Layout of one layer's sealed block; `config` must seal."""
+    bits_k, bits_v = BITS[config.dtype]
+    return SealedLayout(
+        bits_k=bits_k,
+        bits_v=bits_v,
+        block_size=config.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+    )
+
+
+def sealed_block_bytes(spec: DecoderSpec, config: KVCacheConfig) -> int:
+    """Bytes of a sealed block over all layers; 0 for a format that never seals."""
+    return spec.num_layers * sealed_layout(spec, config).num_bytes if config.seals else 0
+
+
+def open_block_bytes(spec: DecoderSpec, config: KVCacheConfig, itemsize: int) -> int:
+    """Bytes of an open block over all layers, at `itemsize` bytes an element."""
+    return spec.kv_elements_per_token * config.block_size * itemsize
+
+
+class KVPools:
+    """open: float32 [num_open, layers, 2, kv_heads, block_size, head_dim]
+    sealed: uint8 [num_sealed, layers, bytes]
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, config: KVCacheConfig, num_open: int, num_sealed: int
+    ) -> None:
+        shape = (num_open, spec.num_layers, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
+        self.open = torch.zeros(shape)
+        self.layout = sealed_layout(spec, config) if config.seals else None
+        num_bytes = self.layout.num_bytes if self.layout is not None else 0
+        self.sealed = torch.zeros((num_sealed, spec.num_layers, num_bytes), dtype=torch.uint8)
+
+    def seal(self, block: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """Quantize k, v [kv_heads, block_size, head_dim] into a sealed block."""
+        assert self.layout is not None
+        self.sealed[block, layer] = self.layout.seal(k, v)
+
+    def read_sealed(self, blocks: list[int], layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of sealed blocks, float32 [num_blocks, kv_heads, block_size, head_dim]."""
+        assert self.layout is not None
+        return self.layout.unseal(self.sealed[torch.tensor(blocks), layer])
