@@ -1,26 +1,13 @@
-"""`qdeploy serve`: bind, check, load, answer, drain."""
+"""`qdeploy serve`: bind, load, answer, drain."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from fastapi import FastAPI
-
-from qdeploy.formats.checkpoint import open_checkpoint
-from qdeploy.formats.manifest import read_manifest
-from qdeploy.formats.sources import resolve_model
 from qdeploy.progress import Progress, Silent
-from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.engine import Engine, EngineConfig
-from qdeploy.runtime.executors import load_executor
-from qdeploy.runtime.llm import resolve_kv_config
-from qdeploy.runtime.sampling_params import sampling_defaults
-from qdeploy.runtime.tokenizer import Tokenizer
-from qdeploy.server.app import create_app
 from qdeploy.server.listen import bind, run_server, url_of
 from qdeploy.server.settings import ServerSettings
-from qdeploy.server.verify import check_verified
 
 
 def serve(path: str | Path, settings: ServerSettings, progress: Progress | None = None) -> None:
@@ -32,64 +19,15 @@ def serve(path: str | Path, settings: ServerSettings, progress: Progress | None 
     show: Progress = progress or Silent()
     settings = replace(settings, served_model_name=settings.served_model_name or str(path))
     with bind(settings.host, settings.port) as listener:
+        # torch takes seconds to import; a taken port is known before (user report H13)
+        from qdeploy.server.loading import load
+
         engine, app = load(str(path), settings, show)
         url = url_of(listener)
 
         def announce() -> None:
-            name = settings.served_model_name
-            show.info(f"serving {name} on {url} (OpenAI API at {url}/v1)")
+            show.info(f"ready: {url}/v1 serves {settings.served_model_name}")
 
         interrupted = run_server(app, engine, listener, settings, announce)
     if interrupted:
         raise KeyboardInterrupt
-
-
-def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[AsyncEngine, FastAPI]:
-    """Resolve, check and load a model; returns the engine (not started) and its app."""
-    folder = resolve_model(path, progress)
-    kv = resolve_kv_config(folder, settings.kv_cache_dtype, settings.block_size)
-    if settings.verify_checksums:
-        open_checkpoint(folder, verify_checksums=True)
-    manifest = read_manifest(folder)
-    # a missing or failed record is known before the weights are loaded
-    check_verified(manifest, kv, "auto", settings.allow_unverified, artifact=path)
-    tokenizer = Tokenizer.load(folder)
-    executor = load_executor(
-        folder,
-        backend=settings.backend,
-        kv_config=kv,
-        threads=settings.threads,
-        progress=progress,
-    )
-    allow = settings.allow_unverified
-    for warning in check_verified(manifest, kv, executor.name, allow, artifact=path):
-        progress.warn(warning)
-    config = EngineConfig(
-        kv=kv,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-        num_kv_blocks=settings.num_kv_blocks,
-        seed=settings.seed,
-    )
-    engine = AsyncEngine(
-        Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer),
-        max_num_seqs=settings.max_num_seqs,
-        max_waiting=settings.max_queued_requests,
-        request_timeout=settings.request_timeout,
-    )
-    stats = engine.stats
-    progress.info(
-        f"backend {executor.name} · KV {kv.key} · {stats.num_open_blocks} open + "
-        f"{stats.num_sealed_blocks} sealed blocks of {kv.block_size} tokens · context "
-        f"{engine.max_model_len}"
-    )
-    app = create_app(
-        engine,
-        tokenizer,
-        settings,
-        sampling_defaults=sampling_defaults(folder),
-    )
-    return engine, app
