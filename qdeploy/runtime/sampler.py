@@ -6,6 +6,7 @@ argmax(logits / T + Gumbel noise), which samples the softmax exactly (Gumbel-max
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
 
 _NEVER = float("-inf")
+_NOISE_RANGE = MAX_GUMBEL - MIN_GUMBEL + 1  # with room for the rounding of a float32 compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def sample(logits: Tensor, request: Request, banned: Iterable[int] = ()) -> Samp
 
     banned: tokens that may not come now (eos and stop tokens before min_tokens).
     """
-    if not bool(torch.isfinite(logits).all()):
+    if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(logits)):  # NaN propagates
         bad = int((~torch.isfinite(logits)).sum())
         return Sampled(
             error=f"the model returned {bad} non-finite logits of {logits.numel()} at position "
@@ -89,37 +91,52 @@ def apply_penalties(
 def choose(scores: Tensor, request: Request) -> int | None:
     """Argmax of the noisy, filtered scores [vocab]; None when every token is ruled out."""
     params = request.params
-    best = float(scores.max())
+    greedy = int(scores.argmax())  # the lowest id among equals
+    best = float(scores[greedy])
     if best == _NEVER:
         return None
     if params.greedy:
-        return int(torch.nonzero(scores == best)[0])  # the lowest id among equals
-    scaled = (scores.double() - best) / params.temperature
-    # Noise lies in [MIN, MAX]: a token further below the best than that can't win (exact prune).
-    ids = torch.nonzero(scaled >= MIN_GUMBEL - MAX_GUMBEL).squeeze(1)
+        return greedy
+    # A token further below the best than the noise's range can't win: an exact prune.
+    ids = torch.nonzero(scores >= best - _NOISE_RANGE * params.temperature).squeeze(1)
+    scaled = (scores[ids].double() - best) / params.temperature
     ids, scaled = filter_tokens(ids, scaled, params)
     key = noise_key(request.seed, request.index, request.num_tokens)
-    return int(ids[torch.argmax(scaled[ids] + gumbel(key, ids))])
+    return int(ids[torch.argmax(scaled + gumbel(key, ids))])
 
 
 def filter_tokens(ids: Tensor, scaled: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Keep of `ids` [n] those that min_p, top_k and top_p admit under scaled [vocab].
+    """Keep of ids [n], scaled [n] (scores over temperature, the best is 0) what the filters admit.
 
-    Equal scores at the k-th place all stay. top_p keeps the smallest set of most likely tokens
-    whose probability, renormalized after the filters before it, reaches top_p.
+    top_p keeps the smallest set of most likely tokens whose probability, renormalized after the
+    filters before it, reaches top_p. Tokens that tie with the last one kept all stay, so that the
+    result doesn't depend on how a sort orders equals.
     """
     if params.min_p > 0:
-        ids = ids[scaled[ids].exp() >= params.min_p]  # relative to the best, whose scaled is 0
+        ids, scaled = _at_least(math.log(params.min_p), ids, scaled)
     if 0 < params.top_k < ids.numel():
-        kth = scaled[ids].topk(params.top_k).values[-1]
-        ids = ids[scaled[ids] >= kth]
+        ids, scaled = _at_least(scaled.topk(params.top_k).values[-1], ids, scaled)
     if params.top_p < 1:
-        # Probability mass below the prune is < e⁻⁴⁰ · vocab: no float64 sum can tell.
-        order = torch.argsort(scaled[ids], descending=True, stable=True)
-        ids = ids[order]
-        probs = torch.softmax(scaled[ids], 0)
-        ids = ids[probs.cumsum(0) - probs < params.top_p]
+        # The mass that the prune dropped is < e⁻⁴⁰ · vocab: no float64 sum can tell.
+        ids, scaled = _at_least(_top_p_threshold(scaled, params.top_p), ids, scaled)
     return ids, scaled
+
+
+def _at_least(lowest: Tensor | float, ids: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+    keep = scaled >= lowest
+    return ids[keep], scaled[keep]
+
+
+def _top_p_threshold(scores: Tensor, top_p: float) -> Tensor:
+    """The lowest of scores [n] that top_p keeps. Sorts only as many as it needs."""
+    mass = top_p * scores.exp().sum()
+    for size in (256, 4096, scores.numel()):
+        best = scores.topk(min(size, scores.numel())).values
+        probs = best.exp()
+        keep = probs.cumsum(0) - probs < mass
+        if not bool(keep[-1]):
+            break
+    return best[keep][-1]
 
 
 def token_logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
