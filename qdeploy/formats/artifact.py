@@ -15,7 +15,7 @@ from torch import Tensor
 from qdeploy import __version__
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.checkpoint import file_sha256
-from qdeploy.formats.hf import TensorFolder
+from qdeploy.formats.hf import TensorFolder, inside
 from qdeploy.formats.manifest import MANIFEST_NAME, Manifest, write_manifest
 from qdeploy.formats.model_card import CARD_NAME, render_card
 from qdeploy.formats.shards import ShardWriter
@@ -146,20 +146,22 @@ class ArtifactWriter:
     def _copy_companions(self) -> None:
         for path in sorted(self._base.path.iterdir()):
             if path.is_file() and any(path.match(pattern) for pattern in COPIED):
-                shutil.copyfile(path, self._temporary / path.name)
+                source = inside(self._base.path, path.name)  # no link out of the folder
+                shutil.copyfile(source, self._temporary / path.name)
 
     def _publish(self) -> None:
         """Rename into place; an old artifact is out of the way only for the rename itself."""
         old = self.out.parent / f".{self.out.name}.tmp-{os.getpid()}-old"
-        if self.out.exists():
-            self.out.rename(old)
         try:
+            if self.out.exists():
+                self.out.rename(old)
             self._temporary.rename(self.out)
         except BaseException:
-            if old.exists():
+            if old.exists() and not self.out.exists():
                 old.rename(self.out)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _metadata(manifest: Manifest, config: dict[str, Any] | None) -> dict[str, str]:

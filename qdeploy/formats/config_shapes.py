@@ -10,6 +10,7 @@ from qdeploy.errors import FormatError
 from qdeploy.formats.hf import TensorFolder
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DECODER_MODULE = re.compile(r"(model\.)?(embed_tokens|layers\.\d+\.(self_attn|mlp)\.\w+)|lm_head")
 #: Linear's last name → (config key of out_features, of in_features); None: not fixed by one key.
 _FEATURES: dict[str, tuple[str | None, str | None]] = {
     "q_proj": (None, "hidden_size"),
@@ -28,12 +29,12 @@ def check_config_shapes(folder: TensorFolder, packed: Mapping[str, tuple[int, in
     """Raise FormatError for a decoder layer that is missing, or a linear of another size.
 
     packed: packed modules → (out_features, in_features). Checks what a config says by itself;
-    the runtime's model checks the rest. Experts have sizes of their own and aren't checked.
+    the runtime's model checks the rest. Experts and other towers have sizes of their own.
     """
     config = folder.config
     _check_layers(folder, config.get("num_hidden_layers"))
     for module, shape in _linears(folder, packed).items():
-        if ".experts." in module or ".shared_expert" in module:
+        if not _DECODER_MODULE.fullmatch(module):
             continue
         keys = _FEATURES.get(module.rpartition(".")[2], (None, None))
         for key, found, side in zip(keys, shape, ("output", "input"), strict=True):

@@ -96,7 +96,7 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
         checkpoint = open_checkpoint(path)
     except QdeployError as error:
         return Inspection(path=path, manifest=None, findings=[str(error)], size_bytes=size)
-    findings = _layer_findings(checkpoint)
+    findings = _layer_findings(checkpoint) + _policy_findings(checkpoint.manifest)
     if verify:
         findings += _verify(path, checkpoint.manifest)
     return Inspection(
@@ -151,6 +151,15 @@ def _layer_findings(checkpoint: Checkpoint) -> list[str]:
     return findings
 
 
+def _policy_findings(manifest: Manifest | None) -> list[str]:
+    try:
+        if manifest is not None:
+            manifest.kv_cache.config()
+    except QdeployError as error:
+        return [f"kv_cache in qdeploy.json: {error}"]
+    return []
+
+
 def _verify(path: Path, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return ["no qdeploy.json, so no checksums to verify; inspect it without --verify"]
@@ -162,7 +171,7 @@ def _manifest_lines(manifest: Manifest | None) -> list[str]:
         return ["manifest: none (not made by qdeploy)"]
     lines = [
         f"base model: {manifest.base_model.name}",
-        f"KV cache: {manifest.kv_cache.config().key}",
+        f"KV cache: {manifest.kv_cache.key}",
         f"quantized layers: {len(manifest.layers)}",
     ]
     for record in manifest.accuracy:

@@ -59,6 +59,11 @@ class KVCacheRecord(_Record):
     sink_blocks: int = 1
     residual_blocks: int = 0
 
+    @property
+    def key(self) -> str:
+        """KVCacheConfig.key of the policy; doesn't raise for one that is unknown here."""
+        return f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"
+
     def config(self) -> KVCacheConfig:
         """The runtime's value; raises UsageError for a policy that it doesn't know."""
         return KVCacheConfig(
@@ -92,11 +97,6 @@ class AccuracyRecord(KVCacheRecord):
     gate: str | None = None
     passed: bool | None = None
 
-    @property
-    def key(self) -> str:
-        """KVCacheConfig.key of the policy; doesn't raise for one that is unknown here."""
-        return f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"
-
 
 class CapacityRecord(_Record):
     """What serving needs: stored bytes of all weights, and of one token's K and V."""
@@ -123,7 +123,7 @@ class Manifest(_Record):
     @classmethod
     def _plain_names(cls, files: dict[str, str]) -> dict[str, str]:
         for name in files:
-            if not name or Path(name).name != name or "\\" in name:
+            if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
                 raise ValueError(f"{name!r} is not a plain file name")
         return files
 
