@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from qdeploy import doctor
+from qdeploy.runtime.executors import BACKENDS
 
 X86 = "processor\t: 0\nflags\t\t: fpu sse2 avx avx2 avx512f avx512_vnni avx512_bf16\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm bf16\n"
@@ -32,6 +33,11 @@ def test_q15_a_cpu_only_machine_is_healthy(monkeypatch: pytest.MonkeyPatch) -> N
     assert findings["gpu"].status == "ok"
     assert "CPU" in findings["gpu"].detail
     assert findings["backend reference"].status == "ok"
+
+
+def test_every_registered_backend_is_reported() -> None:
+    reported = {finding.name for finding in doctor.check_backends()}
+    assert reported == {f"backend {name}" for name in BACKENDS}
 
 
 @pytest.mark.parametrize(
