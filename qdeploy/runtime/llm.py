@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,20 +161,10 @@ def resolve_kv_config(folder: Path, dtype: str, block_size: int | None = None) -
     from qdeploy.formats.manifest import read_manifest
 
     manifest = read_manifest(folder)
-    found = manifest.kv_cache if manifest is not None else None
-    defaults = KVCacheConfig()
-    stored = {
-        name: getattr(found, name, None) if found is not None else None
-        for name in ("dtype", "block_size", "sink_blocks", "residual_blocks")
-    }
-    values = {
-        name: getattr(defaults, name) if value is None else value for name, value in stored.items()
-    }
+    kv = KVCacheConfig() if manifest is None else manifest.kv_cache.config()
     if dtype != "auto":
-        values["dtype"] = dtype
-    if block_size is not None:
-        values["block_size"] = block_size
-    return KVCacheConfig(**values)
+        kv = replace(kv, dtype=dtype)
+    return kv if block_size is None else replace(kv, block_size=block_size)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
