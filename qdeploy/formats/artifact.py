@@ -57,6 +57,8 @@ class ArtifactWriter:
         self._temporary = self.out.parent / f".{self.out.name}.tmp-{os.getpid()}"
         self._shards = ShardWriter(self._temporary, max_shard_size)
         self._packed: set[str] = set()
+        # Looked up now: a link out of the folder must fail before the work, not after it.
+        self._companions = _companions(base.path)
 
     def __enter__(self) -> ArtifactWriter:
         _remove_stale(self.out)
@@ -144,10 +146,8 @@ class ArtifactWriter:
         (self._temporary / "config.json").write_text(text, encoding="utf-8")
 
     def _copy_companions(self) -> None:
-        for path in sorted(self._base.path.iterdir()):
-            if path.is_file() and any(path.match(pattern) for pattern in COPIED):
-                source = inside(self._base.path, path.name)  # no link out of the folder
-                shutil.copyfile(source, self._temporary / path.name)
+        for path in self._companions:
+            shutil.copyfile(path, self._temporary / path.name)
 
     def _publish(self) -> None:
         """Rename into place; an old artifact is out of the way only for the rename itself."""
@@ -170,6 +170,15 @@ def _metadata(manifest: Manifest, config: dict[str, Any] | None) -> dict[str, st
     if config is not None:
         metadata |= {key: str(config[key]) for key in ("quant_method", "bits", "group_size")}
     return metadata
+
+
+def _companions(folder: Path) -> list[Path]:
+    """Files of `COPIED` in the folder; FormatError for a link that leaves it."""
+    return [
+        inside(folder, path.name)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and any(path.match(pattern) for pattern in COPIED)
+    ]
 
 
 def _check_target(out: Path, base: Path, overwrite: bool) -> None:

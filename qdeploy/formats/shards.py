@@ -65,7 +65,10 @@ class ShardWriter:
 
     def _flush(self, metadata: dict[str, str]) -> None:
         if self._pending or not self._parts:
-            save_file(self._pending, str(self._part(len(self._parts))), metadata=metadata)
+            part = self._part(len(self._parts))
+            save_file(self._pending, str(part), metadata=metadata)
+            # safetensors gives 0600 files; a server often runs as another user.
+            part.chmod(self._folder.stat().st_mode & 0o666)
             self._parts.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

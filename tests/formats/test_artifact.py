@@ -149,6 +149,22 @@ def test_companions_are_copied_and_code_is_not(base: TensorFolder, tmp_path: Pat
     assert not (out / "modeling_evil.py").exists()
 
 
+def test_files_are_readable_by_others_as_the_umask_says(base: TensorFolder, tmp_path: Path) -> None:
+    out = write(tmp_path / "out", base, max_shard_size=200_000)
+    (tmp_path / "probe").write_text("")
+    usual = (tmp_path / "probe").stat().st_mode
+    assert {path.stat().st_mode for path in out.iterdir()} == {usual}
+
+
+def test_link_out_of_the_base_folder_fails_before_the_work(
+    base: TensorFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (base.path / "tokenizer.model").symlink_to(tmp_path / "secret")
+    with pytest.raises(FormatError, match=r"tokenizer\.model"):
+        ArtifactWriter(tmp_path / "out", base, overwrite=False)
+
+
 def test_config_keeps_the_base_and_names_the_format(base: TensorFolder, tmp_path: Path) -> None:
     out = write(tmp_path / "out", base)
     config = json.loads((out / "config.json").read_text())

@@ -86,6 +86,15 @@ def test_config_is_transformers_own() -> None:
     assert AWQ.parse_config(config) == QuantScheme(group_size=64)
 
 
+def test_transformers_parses_the_config() -> None:
+    from transformers import AwqConfig
+
+    parsed = AwqConfig.from_dict(AWQ.quantization_config(QuantScheme(group_size=32), ["a.b"]))
+    assert (parsed.bits, parsed.group_size, parsed.zero_point) == (4, 32, True)
+    assert parsed.modules_to_not_convert == ["a.b"]
+    assert str(parsed.format) in ("gemm", "AwqFormat.GEMM")
+
+
 def test_config_aliases() -> None:
     old = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
     assert AWQ.parse_config(old) == QuantScheme(group_size=128)

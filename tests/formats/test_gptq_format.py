@@ -173,6 +173,17 @@ def test_config_round_trip(scheme: QuantScheme) -> None:
     assert "dynamic" not in config
 
 
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
+def test_transformers_parses_the_config(name: str) -> None:
+    from transformers import GPTQConfig
+
+    scheme = QuantScheme(bits=3, group_size=32, symmetric=True, act_order=True)
+    config = WEIGHT_FORMATS.get(name).quantization_config(scheme, [])
+    parsed = GPTQConfig.from_dict(config)
+    assert (parsed.bits, parsed.group_size, parsed.sym, parsed.desc_act) == (3, 32, True, True)
+    assert parsed.to_dict()["checkpoint_format"] == name
+
+
 def test_layers_left_dense_become_skip_rules() -> None:
     config = V1.quantization_config(QuantScheme(symmetric=True), ["model.layers.0.mlp.up_proj"])
     (rule,) = config["dynamic"]
