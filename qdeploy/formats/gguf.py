@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qdeploy.errors import FormatError, QdeployError
 from qdeploy.formats.gguf_config import generation_config, model_config
 from qdeploy.formats.gguf_file import GgufFile, open_gguf
 from qdeploy.formats.gguf_tensors import hf_tensors
@@ -29,16 +30,30 @@ def convert_gguf(path: Path, out: Path, progress: Progress = Silent()) -> Path:
     can't be converted exactly: unknown architecture, tensor, quantization type or tokenizer.
     """
     source = open_gguf(path)
-    config = model_config(source)
-    write_json(out / "config.json", config)
-    write_json(out / "generation_config.json", generation_config(source))
-    build_tokenizer(source).save(str(out / "tokenizer.json"))
-    write_json(out / "tokenizer_config.json", tokenizer_config(source))
-    template = source.fields.get("tokenizer.chat_template")
-    if template:
-        (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = _write_descriptions(source, out)
     _write_tensors(source, config, out, progress)
     return out
+
+
+def _write_descriptions(source: GgufFile, out: Path) -> dict[str, Any]:
+    """Everything but the weights; returns the config."""
+    try:
+        config = model_config(source)
+        write_json(out / "config.json", config)
+        write_json(out / "generation_config.json", generation_config(source))
+        build_tokenizer(source).save(str(out / "tokenizer.json"))
+        write_json(out / "tokenizer_config.json", tokenizer_config(source))
+        template = source.fields.get("tokenizer.chat_template")
+        if template:
+            (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    except (QdeployError, OSError):
+        raise
+    except Exception as error:  # values of a wrong type, or merges that `tokenizers` rejects
+        reason = " ".join(str(error).split())[:120]
+        raise FormatError(
+            f"{source.path}: inconsistent GGUF metadata ({reason}); fetch another GGUF file"
+        ) from error
+    return config
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
@@ -52,6 +67,7 @@ def _write_tensors(source: GgufFile, config: dict[str, Any], out: Path, progress
         for number, shard in enumerate(_shards(hf_tensors(source, config))):
             file = out / f"part-{number:05d}.safetensors"
             save_file(shard, str(file), metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors creates it for the owner only
             shards.append((file, {name: tensor.nbytes for name, tensor in shard.items()}))
             task.advance(len(shard))
     if len(shards) == 1:

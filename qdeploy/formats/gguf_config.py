@@ -52,13 +52,18 @@ def _common(source: GgufFile) -> dict[str, Any]:
     heads = source.model_value("attention.head_count")
     hidden = source.model_value("embedding_length")
     if not heads or not hidden:
-        raise FormatError(f"{source.path}: head_count {heads} and embedding_length {hidden}")
+        raise FormatError(
+            f"{source.path}: head_count {heads}, embedding_length {hidden}; damaged file"
+        )
     if "token_embd.weight" not in source.tensors:
         raise FormatError(f"{source.path}: token_embd.weight is missing; fetch the file again")
+    layers = source.model_value("block_count")
+    if layers > len(source.tensors):
+        raise FormatError(f"{source.path}: {layers} layers but {len(source.tensors)} tensors")
     return {
         "hidden_size": hidden,
         "intermediate_size": source.model_value("feed_forward_length"),
-        "num_hidden_layers": source.model_value("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": source.model_value("attention.head_count_kv", heads),
         "head_dim": source.model_value("attention.key_length", hidden // heads),

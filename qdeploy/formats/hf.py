@@ -135,7 +135,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """As transformers does: the single file, else the index, else whatever safetensors there are."""
+    """As transformers does: the single file, else the index, else all safetensors there are."""
     if (folder / SINGLE_NAME).exists():
         return [inside(folder, SINGLE_NAME)]
     if (folder / INDEX_NAME).exists():
