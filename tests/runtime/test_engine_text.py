@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from runtime.fake_executor import FakeExecutor
-from runtime.tiny_tokenizer import save_tokenizer
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer
+from runtime.fake_executor import FakeExecutor
+from runtime.tiny_tokenizer import save_tokenizer
 
 KV = KVCacheConfig(dtype="int4", block_size=8)
 PROMPT = [1, 2, 3]
