@@ -181,7 +181,8 @@ class AsyncEngine:
     @property
     def last_step_age(self) -> float:
         """Seconds since the step that is running began, or since the last one ended with work
-        left; 0 while idle."""
+        left; 0 while idle.
+        """
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -307,13 +308,10 @@ class AsyncEngine:
             self._on_loop(lambda: self._deliver(outputs))
 
     def _add(self, submissions: Sequence[Submission], accepted: asyncio.Future[None]) -> None:
-        added: list[str] = []
         try:
             for request_id, prompt_ids, params in submissions:
                 self._engine.add_request(request_id, prompt_ids, params)
-                added.append(request_id)
-        except Exception as error:
-            self._abort(added)
+        except Exception as error:  # `submit` closes the stream, which aborts those added before
             refused = error
             self._on_loop(lambda: _settle(accepted, refused))
             return

@@ -16,19 +16,17 @@ import openai
 import pytest
 
 from qdeploy.server.listen import bind
-from runtime.tiny_tokenizer import save_tokenizer, write_json
+from runtime.tiny_tokenizer import write_json
 from server.harness import HI
+from tiny_models import VOCAB_SIZE, tiny_checkpoint
 
 COMMAND = [sys.executable, "-c", "from qdeploy.cli import main; main()", "serve"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with the byte tokenizer's vocabulary."""
-    from tiny_models import tiny_checkpoint
-
-    path = tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"), vocab_size=261)
-    return save_tokenizer(Path(path))
+    """A random llama with a byte tokenizer."""
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 @contextmanager
@@ -110,7 +108,7 @@ def test_a_stream_equals_the_whole_answer_and_ctrl_c_exits_130(folder: Path) -> 
 
 def test_a13_end_token_list_of_generation_config_ends_a_chat(folder: Path) -> None:
     """Every token is an end token by generation_config.json, so one token ends the chat."""
-    write_json(folder, "generation_config.json", {"eos_token_id": list(range(261))})
+    write_json(folder, "generation_config.json", {"eos_token_id": list(range(VOCAB_SIZE))})
     try:
         with started(str(folder)) as (_, url):
             reply = httpx.post(f"{url}/v1/chat/completions", json={"messages": HI}).json()
