@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
-from qdeploy.registry import Registry
 
 #: Receives the input rows of a linear layer, [tokens, in_features], a batch at a time.
 Observer = Callable[[Tensor], None]
@@ -102,6 +101,3 @@ class QuantMethod(Protocol):
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """Quantize every target; deterministic."""
-
-
-METHODS: Registry[QuantMethod] = Registry("method")

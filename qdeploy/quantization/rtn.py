@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qdeploy.quantization.method import METHODS, LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
 from qdeploy.quantization.numerics import grouped_range, quantize, range_qparams
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
@@ -63,6 +63,3 @@ class Rtn:
             report = LinearReport(name=name, loss=loss, seconds=time.monotonic() - start)
             outcome.reports.append(report)
         return outcome
-
-
-METHODS.add("rtn", Rtn())

@@ -1,0 +1,95 @@
+"""Hooks on a decoder layer: run it, observe inputs of its linears, find which share an input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qdeploy.errors import CalibrationError
+from qdeploy.quantization.method import LayerBatch, Observer
+
+
+class _Stop(Exception):
+    """Ends a forward pass early."""
+
+
+@torch.no_grad()
+def run_layer(
+    layer: nn.Module,
+    batches: Sequence[LayerBatch],
+    observers: Mapping[str, Observer] | None = None,
+    stop_after: str | None = None,
+) -> list[Tensor]:
+    """Outputs [batch, tokens, hidden] of every batch; observers get rows [tokens, in_features].
+
+    With `stop_after`, a pass ends at the input of that module and there are no outputs.
+    """
+    outputs: list[Tensor] = []
+    with ExitStack() as stack:
+        for name, observer in (observers or {}).items():
+            handle = layer.get_submodule(name).register_forward_pre_hook(_observing(observer))
+            stack.callback(handle.remove)
+        if stop_after is not None:
+            handle = layer.get_submodule(stop_after).register_forward_pre_hook(_stop)
+            stack.callback(handle.remove)
+        for batch in batches:
+            try:
+                outputs.append(_output(layer(batch.hidden, **batch.kwargs)))
+            except _Stop:
+                continue
+    return outputs
+
+
+def find_input_groups(
+    layer: nn.Module, layer_name: str, batch: LayerBatch, targets: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Targets that are fed the very same tensor, in order of execution.
+
+    Raises CalibrationError that names every target which no token reached (a fused path that
+    bypasses the module, an expert that was not chosen): its statistics would be made up.
+    """
+    seen: dict[str, Tensor] = {}  # holds the tensors, so that no address is used twice
+    with ExitStack() as stack:
+        for name in targets:
+            hook = _remember(seen, name)
+            handle = layer.get_submodule(name).register_forward_pre_hook(hook)
+            stack.callback(handle.remove)
+        run_layer(layer, [batch])
+    missing = [name for name in targets if name not in seen or not seen[name].numel()]
+    if missing:
+        names = ", ".join(f"{layer_name}.{name}" for name in missing)
+        raise CalibrationError(
+            f"calibration reached 0 rows of {names}; keep them dense with --ignore, "
+            "or use --method rtn"
+        )
+    groups: dict[int, list[str]] = {}
+    for name, tensor in seen.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return tuple(tuple(names) for names in groups.values())
+
+
+def _observing(observer: Observer) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+    return hook
+
+
+def _remember(seen: dict[str, Tensor], name: str) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[name] = inputs[0]
+
+    return hook
+
+
+def _stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    raise _Stop
+
+
+def _output(value: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Some layers return a tuple, some the tensor itself: `[0]` on that would index the batch."""
+    return value if isinstance(value, Tensor) else value[0]

@@ -1,0 +1,189 @@
+"""Which layers are quantized, and how: everything that can be refused before any calibration."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qdeploy.calibration.walk import BATCH_TOKENS, DecoderWalk
+from qdeploy.errors import UsageError
+from qdeploy.formats.hf import TensorFolder
+from qdeploy.formats.weight_format import WEIGHT_FORMATS, default_format
+from qdeploy.quantization.method import QuantMethod
+from qdeploy.quantization.methods import METHODS
+from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.recipes import Recipe
+
+#: Sizes that `auto` tries, largest first, and those that messages list.
+AUTO_GROUP_SIZES = (128, 64, 32, 16)
+LISTED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
+NEVER_QUANTIZED = ("lm_head", "model.embed_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantPlan:
+    """A recipe resolved against a checkpoint.
+
+    recipe: with `auto` values filled in; method: None copies the weights
+    targets: per decoder layer, names of its linears that are quantized, relative to it
+    shapes: (out, in) of every target by full name; dense: full names of linears kept
+    """
+
+    recipe: Recipe
+    method: QuantMethod | None
+    scheme: QuantScheme
+    format: str
+    targets: tuple[tuple[str, ...], ...] = ()
+    shapes: dict[str, tuple[int, int]]
+    dense: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of codes, float16 scales and zero points per quantized weight."""
+        weights = sum(out * columns for out, columns in self.shapes.values())
+        groups = sum(out * self.scheme.groups(columns) for out, columns in self.shapes.values())
+        return self.scheme.bits + groups * (16 + self.scheme.bits) / weights
+
+    def quantization_config(self) -> dict[str, Any] | None:
+        """config.json's `quantization_config`; None when nothing is quantized."""
+        if self.method is None:
+            return None
+        return WEIGHT_FORMATS.get(self.format).quantization_config(self.scheme, self.dense)
+
+    def memory_note(self, walk: DecoderWalk, tokens: int) -> str:
+        """Predicted peak of float32 working memory: one layer, its activations, one Hessian."""
+        layer = sum(parameter.numel() for parameter in walk.layers[0].parameters())
+        widest = max((columns for _, columns in self.shapes.values()), default=0)
+        hidden = int(walk.config.hidden_size)
+        hessian = 4 * widest * widest if self.recipe.method == "gptq" else 0
+        total = 4 * (3 * layer + 2 * tokens * hidden + 4 * BATCH_TOKENS * widest + hessian)
+        return (
+            f"working memory: about {total / 1e6:.0f} MB (one decoder layer of "
+            f"{4 * layer / 1e6:.0f} MB, inputs and outputs of {tokens} tokens)"
+        )
+
+
+def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) -> QuantPlan:
+    """Resolve targets, group size and format.
+
+    Raises UsageError for an ignore pattern without a match, nothing left to quantize, fused
+    experts, a group size that doesn't divide, and a format that can't hold the result.
+    """
+    if walk is None:
+        scheme = QuantScheme(bits=recipe.bits, group_size=-1, symmetric=recipe.symmetric)
+        return QuantPlan(recipe=recipe, method=None, scheme=scheme, format="none", shapes={})
+    method = METHODS.get(recipe.method)
+    method.check(walk.model_type)
+    _refuse_fused(walk)
+    names = [[f"{walk.layer_name(i)}.{n}" for n in walk.linear_names(i)] for i in _layers(walk)]
+    every = [*(name for layer in names for name in layer), *NEVER_QUANTIZED]
+    ignored = match_ignored(recipe.ignore, every)
+    targets = tuple(
+        tuple(n for n in walk.linear_names(i) if f"{walk.layer_name(i)}.{n}" not in ignored)
+        for i in _layers(walk)
+    )
+    shapes = {
+        f"{walk.layer_name(i)}.{name}": _shape(folder, f"{walk.layer_name(i)}.{name}.weight")
+        for i in _layers(walk)
+        for name in targets[i]
+    }
+    if not shapes:
+        raise UsageError("no linear layer is left to quantize; check --ignore")
+    group_size, notes = resolve_group_size(recipe.group_size, shapes)
+    scheme = recipe.scheme(group_size)
+    chosen = recipe.format
+    name = default_format(recipe.method, scheme) if chosen == "auto" else str(chosen)
+    _check_format(name, scheme, shapes)
+    resolved = recipe.model_copy(update={"group_size": group_size, "format": name})
+    return QuantPlan(
+        recipe=resolved,
+        method=method,
+        scheme=scheme,
+        format=name,
+        targets=targets,
+        shapes=shapes,
+        dense=(*sorted(ignored - set(NEVER_QUANTIZED)), "lm_head"),
+        notes=tuple(notes),
+    )
+
+
+def match_ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Names that match a pattern: shell-like, or a regular expression after `re:`."""
+    ignored: set[str] = set()
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                expression = re.compile(pattern[3:])
+            except re.error as error:
+                raise UsageError(f"ignore pattern {pattern!r}: {error}", param="ignore") from None
+            matched = {name for name in names if expression.match(name)}
+        else:
+            matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise UsageError(
+                f"ignore pattern {pattern!r} matches no linear layer; names look like {names[0]}",
+                param="ignore",
+            )
+        ignored |= matched
+    return ignored
+
+
+def resolve_group_size(
+    wanted: int | str, shapes: dict[str, tuple[int, int]]
+) -> tuple[int, list[str]]:
+    """The group size, and lines that say why; UsageError when it doesn't divide every input."""
+    widths = sorted({columns for _, columns in shapes.values()})
+    listed = ", ".join(map(str, widths))
+    if wanted != "auto":
+        size = int(wanted)
+        bad = [name for name, (_, columns) in shapes.items() if size != -1 and columns % size]
+        if size != -1 and (size < 8 or bad):
+            fits = [g for g in LISTED_GROUP_SIZES if all(width % g == 0 for width in widths)]
+            where = f"{shapes[bad[0]][1]} input features of {bad[0]}" if bad else "any layer"
+            raise UsageError(
+                f"group size {size} does not divide the {where}; sizes that divide every layer: "
+                f"{', '.join(map(str, fits)) or 'only -1 (whole rows)'}",
+                param="group_size",
+            )
+        return size, []
+    for size in AUTO_GROUP_SIZES:
+        if all(width % size == 0 for width in widths):
+            reason = f"group size {size}: the largest usual one that divides all inputs ({listed})"
+            return size, [reason]
+    raise UsageError(
+        f"no usual group size divides all inputs ({listed}); give --group-size -1",
+        param="group_size",
+    )
+
+
+def _layers(walk: DecoderWalk) -> range:
+    return range(len(walk.layers))
+
+
+def _shape(folder: TensorFolder, name: str) -> tuple[int, int]:
+    out_features, in_features = folder.shape(name)
+    return out_features, in_features
+
+
+def _refuse_fused(walk: DecoderWalk) -> None:
+    """Fused expert tensors are no linear modules: they would stay dense without a word (P4)."""
+    for name, parameter in walk.layers.named_parameters():
+        if parameter.dim() >= 3:
+            raise UsageError(
+                f"model.layers.{name} holds fused experts, which this version can't quantize; "
+                "use --method none for a KV-cache policy alone"
+            )
+
+
+def _check_format(name: str, scheme: QuantScheme, shapes: dict[str, tuple[int, int]]) -> None:
+    weight_format = WEIGHT_FORMATS.get(name)
+    weight_format.check(scheme)
+    for module, (out_features, in_features) in shapes.items():
+        try:
+            weight_format.check_shape(scheme, out_features, in_features)
+        except UsageError as error:
+            raise UsageError(f"{module}: {error}", param=error.param) from None

@@ -1,0 +1,134 @@
+"""Finished layers beside the output, so that a killed run goes on where it was.
+
+`OUT.qdeploy-resume/` holds `fingerprint.json`, `layer-00007.safetensors` for every finished layer
+and `inputs-00008.safetensors`, what the next layer is fed. Stored, not recomputed: the resumed run
+then gives bit-identical tensors. Files are written under another name and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qdeploy.errors import UsageError
+from qdeploy.progress import Progress
+from qdeploy.quantization.method import LayerOutcome, LinearReport
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+
+_FINGERPRINT = "fingerprint.json"
+_PARTS = ("codes", "scales", "zero_points", "g_idx", "bias")
+
+
+class ResumeStore:
+    """Finished layers of one run; `finished` counts them.
+
+    fingerprint: everything that decides the tensors (weights, recipe, calibration, versions); a
+    store with another one is of another run, and is started over.
+    """
+
+    def __init__(
+        self, out: Path, fingerprint: Mapping[str, str], progress: Progress, *, enabled: bool
+    ) -> None:
+        self.folder = out.parent / f"{out.name}.qdeploy-resume"
+        self._enabled = enabled
+        self.finished = 0
+        found = self._read_fingerprint()
+        if enabled and found == fingerprint:
+            self.finished = self._count()
+        elif found is not None:
+            keys = [key for key in fingerprint if found.get(key) != fingerprint[key]]
+            reason = f"changed {', '.join(keys)}" if keys else "--no-resume"
+            progress.info(f"starting over: {self.folder} is of another run ({reason})")
+        if self.finished:
+            progress.info(f"resuming: {self.finished} finished layers in {self.folder}")
+        else:
+            self._start(fingerprint)
+
+    def load(self, index: int, scheme: QuantScheme) -> LayerOutcome:
+        """A finished layer, without its outputs."""
+        tensors, reports = _read(self.folder / f"layer-{index:05}.safetensors")
+        outcome = LayerOutcome(linears={})
+        outcome.reports = [LinearReport(**report) for report in json.loads(reports)]
+        for name in dict.fromkeys(key.split("/")[1] for key in tensors if key.startswith("q/")):
+            parts = {part: tensors.get(f"q/{name}/{part}") for part in _PARTS}
+            outcome.linears[name] = QuantizedLinear(scheme=scheme, **parts)  # type: ignore[arg-type]
+        outcome.dense = {
+            key.removeprefix("d/"): tensor for key, tensor in tensors.items() if key[:2] == "d/"
+        }
+        return outcome
+
+    def load_inputs(self) -> list[Tensor]:
+        """Inputs of the first unfinished layer."""
+        tensors, _ = _read(self._inputs(self.finished))
+        return [tensors[str(number)] for number in range(len(tensors))]
+
+    def save(self, index: int, outcome: LayerOutcome) -> None:
+        """Keep a layer and its outputs; the layer's file comes last and makes it finished."""
+        if not self._enabled:
+            return
+        outputs = {str(i): tensor.contiguous() for i, tensor in enumerate(outcome.outputs)}
+        if outputs:
+            _write(self._inputs(index + 1), outputs, "[]")
+        tensors = {f"d/{name}": tensor for name, tensor in outcome.dense.items()}
+        for name, q in outcome.linears.items():
+            values = {part: getattr(q, part) for part in _PARTS}
+            tensors |= {f"q/{name}/{p}": v for p, v in values.items() if v is not None}
+        reports = json.dumps([asdict(report) for report in outcome.reports])
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        _write(self.folder / f"layer-{index:05}.safetensors", contiguous, reports)
+        self._inputs(index).unlink(missing_ok=True)
+        self.finished = index + 1
+
+    def remove(self) -> None:
+        """The run is complete."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _inputs(self, index: int) -> Path:
+        return self.folder / f"inputs-{index:05}.safetensors"
+
+    def _count(self) -> int:
+        count = 0
+        while (self.folder / f"layer-{count:05}.safetensors").is_file():
+            count += 1
+        return count
+
+    def _read_fingerprint(self) -> dict[str, str] | None:
+        try:
+            found = json.loads((self.folder / _FINGERPRINT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _start(self, fingerprint: Mapping[str, str]) -> None:
+        self.remove()
+        if not self._enabled:
+            return
+        try:
+            self.folder.mkdir(parents=True)
+            text = json.dumps(dict(fingerprint), indent=2)
+            (self.folder / _FINGERPRINT).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"can't write to {self.folder.parent}: {error.strerror}") from None
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], reports: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    save_file(dict(tensors), str(temporary), metadata={"reports": reports})
+    temporary.replace(path)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, (file.metadata() or {}).get("reports", "[]")
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path}: {error}; start over with --no-resume") from None

@@ -1,0 +1,284 @@
+"""Quantize a checkpoint end to end: read, calibrate, quantize layer by layer, write."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from qdeploy import __version__
+from qdeploy.calibration.capture import find_input_groups, run_layer
+from qdeploy.calibration.dataset import CalibrationData, load_calibration
+from qdeploy.calibration.plan import QuantPlan, make_plan
+from qdeploy.calibration.resume import ResumeStore
+from qdeploy.calibration.walk import DecoderWalk, pick_sequences
+from qdeploy.errors import UsageError
+from qdeploy.formats.artifact import ArtifactWriter
+from qdeploy.formats.hf import TensorFolder, open_folder
+from qdeploy.formats.manifest import (
+    BaseModelRecord,
+    CalibrationRecord,
+    KVCacheRecord,
+    LayerRecord,
+    Manifest,
+)
+from qdeploy.formats.sources import resolve_model
+from qdeploy.progress import Progress, Silent
+from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport, Observer
+from qdeploy.recipes import Recipe
+
+#: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
+SEARCH_TOKENS = 2048
+FEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeResult:
+    """What was made. Sizes are bytes of safetensors files; bits count the quantized linears."""
+
+    output: Path
+    size_bytes: int
+    source_bytes: int
+    bits_per_weight: float
+    scheme: str
+    format: str
+    kv_cache: str
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float
+    peak_rss_bytes: int
+    warnings: list[str] = field(default_factory=list)
+
+
+def quantize_checkpoint(
+    model: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    progress: Progress | None = None,
+) -> QuantizeResult:
+    """Quantize `model` (any reference that `resolve_model` takes) into the artifact folder `out`.
+
+    Raises a QdeployError before any calibration when the recipe can't be honoured. A killed run
+    goes on from its last finished layer, unless `resume` is False or anything changed.
+    """
+    return _Run(model, Path(out), recipe, progress or Silent()).run(overwrite, resume)
+
+
+class _Run:
+    def __init__(self, model: str, out: Path, recipe: Recipe, progress: Progress) -> None:
+        self.start = time.monotonic()
+        self.model, self.out, self.progress = model, out, progress
+        self.folder = open_folder(resolve_model(model, progress))
+        if "quantization_config" in self.folder.config:
+            raise UsageError(f"{model} is quantized already; give its unquantized base model")
+        self.walk = DecoderWalk(self.folder) if recipe.method != "none" else None
+        self.plan = make_plan(self.folder, self.walk, recipe)
+        self.recipe = self.plan.recipe
+        self.warnings: list[str] = []
+        self.layers: list[LayerRecord] = []
+        self._written: set[str] = set()
+
+    def run(self, overwrite: bool, resume: bool) -> QuantizeResult:
+        """Write the artifact; see quantize_checkpoint."""
+        for note in self.plan.notes:
+            self.progress.info(note)
+        store: ResumeStore | None = None
+        data: CalibrationData | None = None
+        with ArtifactWriter(self.out, self.folder, overwrite=overwrite) as writer:
+            if self.walk is not None:
+                data = self._calibration()
+                fingerprint = self._fingerprint(data)
+                store = ResumeStore(self.out, fingerprint, self.progress, enabled=resume)
+                self._quantize(self.walk, writer, store, data)
+            self._copy_rest(writer)
+            writer.finish(self._manifest(data), self.plan.quantization_config())
+        if store is not None:
+            store.remove()
+        return self._result()
+
+    def _calibration(self) -> CalibrationData | None:
+        if self.plan.method is None or not self.plan.method.needs_calibration:
+            return None
+        from qdeploy.runtime.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(self.folder.path)
+        data = load_calibration(self.recipe.calibration, tokenizer)
+        for note in data.notes:
+            self.progress.info(note)
+        if data.tokens < FEW_TOKENS:
+            self._warn(f"{data.tokens} calibration tokens: statistics are poor, give more text")
+        return data
+
+    def _quantize(
+        self,
+        walk: DecoderWalk,
+        writer: ArtifactWriter,
+        store: ResumeStore,
+        data: CalibrationData | None,
+    ) -> None:
+        count = len(walk.layers)
+        hidden: list[Tensor] = []
+        if data is not None:
+            hidden = walk.embed(data.sequences)
+            self.progress.info(self.plan.memory_note(walk, data.tokens))
+            if 0 < store.finished < count:
+                hidden = store.load_inputs()
+        with self.progress.task(f"quantizing ({self.recipe.method})", count) as task:
+            for index in range(count):
+                if index < store.finished:
+                    outcome = store.load(index, self.plan.scheme)
+                else:
+                    outcome = self._layer(walk, index, hidden)
+                    store.save(index, outcome)
+                    hidden = outcome.outputs
+                self._write(walk.layer_name(index), outcome, writer)
+                task.advance(1, walk.layer_name(index))
+
+    def _layer(self, walk: DecoderWalk, index: int, hidden: list[Tensor]) -> LayerOutcome:
+        name, targets = walk.layer_name(index), self.plan.targets[index]
+        method = self.plan.method
+        assert method is not None
+        with walk.layer(index) as layer:
+            store_dtypes = {
+                local: self.folder.dtype(f"{name}.{local}") for local, _ in layer.named_parameters()
+            }
+            batches = walk.batches(index, hidden) if hidden else []
+
+            def forward(
+                observers: dict[str, Observer] | None = None, stop_after: str | None = None
+            ) -> list[Tensor]:
+                return run_layer(layer, batches, observers, stop_after)
+
+            search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
+            groups = find_input_groups(layer, name, search[0], targets) if batches else ()
+            context = LayerContext(
+                layer=layer,
+                name=name,
+                targets=targets,
+                input_groups=groups,
+                scheme=self.plan.scheme,
+                model_type=walk.model_type,
+                head_dim=walk.head_dim,
+                store_dtypes=store_dtypes,
+                forward=forward if batches else None,  # type: ignore[arg-type]
+                search_batches=search,
+                is_last=index == len(walk.layers) - 1,
+                warn=self._warn,
+            )
+            return method.quantize_layer(context)
+
+    def _write(self, prefix: str, outcome: LayerOutcome, writer: ArtifactWriter) -> None:
+        for name, q in outcome.linears.items():
+            writer.add_linear(f"{prefix}.{name}", q, self.plan.format)
+        for name, tensor in outcome.dense.items():
+            writer.add(f"{prefix}.{name}", tensor)
+        self._written |= {f"{prefix}.{name}" for name in outcome.dense}
+        self.layers += [_record(prefix, report, self.plan) for report in outcome.reports]
+
+    def _copy_rest(self, writer: ArtifactWriter) -> None:
+        """Everything else as stored: embeddings, head, norms, ignored layers."""
+        packed = {
+            f"model.layers.{index}.{name}"
+            for index, names in enumerate(self.plan.targets)
+            for name in names
+        }
+        for name in sorted(self.folder.names() - self._written):
+            if name.rpartition(".")[0] not in packed:
+                writer.add(name, self.folder.tensor(name))
+
+    def _manifest(self, data: CalibrationData | None) -> Manifest:
+        calibration = None
+        if data is not None:
+            calibration = CalibrationRecord(
+                source=data.source,
+                sha256=data.sha256,
+                samples_used=data.samples_used,
+                samples_requested=data.samples_requested,
+                tokens=data.tokens,
+            )
+        return Manifest(
+            base_model=BaseModelRecord(name=self.model, sha256=self.folder.weights_sha256()),
+            recipe=self.recipe.model_copy(update={"model": self.model}).model_dump(mode="json"),
+            calibration=calibration,
+            layers=self.layers,
+            kv_cache=KVCacheRecord.of(self.recipe.kv_cache.config()),
+            created_by=_versions(),
+        )
+
+    def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
+        kept = self.recipe.model_dump(mode="json", exclude={"model", "kv_cache", "gate", "format"})
+        return {
+            "weights": self.folder.weights_sha256(),
+            "recipe": json.dumps(kept, sort_keys=True),
+            "calibration": data.sha256 if data is not None else "",
+            "versions": json.dumps(_versions(), sort_keys=True),
+        }
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        self.progress.warn(message)
+
+    def _result(self) -> QuantizeResult:
+        size, source = _weight_bytes(self.out), _weight_bytes(self.folder.path)
+        self.progress.info(f"size: {source / 1e6:.1f} MB before, {size / 1e6:.1f} MB after")
+        quantized = self.plan.method is not None
+        if quantized and size >= source:
+            self._warn(f"the artifact ({size} bytes) is not smaller than its source ({source})")
+        return QuantizeResult(
+            output=self.out,
+            size_bytes=size,
+            source_bytes=source,
+            bits_per_weight=self.plan.bits_per_weight if quantized else _dense_bits(self.folder),
+            scheme=self.plan.scheme.name if quantized else "dense",
+            format=self.plan.format,
+            kv_cache=self.recipe.kv_cache.config().key,
+            layers=[record.model_dump(mode="json") for record in self.layers],
+            seconds=time.monotonic() - self.start,
+            peak_rss_bytes=_peak_rss_bytes(),
+            warnings=self.warnings,
+        )
+
+
+def _record(prefix: str, report: LinearReport, plan: QuantPlan) -> LayerRecord:
+    fields = asdict(report) | {"name": f"{prefix}.{report.name}", "scheme": plan.scheme.name}
+    return LayerRecord(**fields)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "qdeploy": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _dense_bits(folder: TensorFolder) -> float:
+    counts = {name: math.prod(folder.shape(name)) for name in folder.names()}
+    bits = sum(count * folder.dtype(name).itemsize * 8 for name, count in counts.items())
+    return bits / max(sum(counts.values()), 1)
+
+
+def _peak_rss_bytes() -> int:
+    """Peak resident memory of this process; Linux counts in KiB, macOS in bytes."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

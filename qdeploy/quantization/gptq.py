@@ -1,0 +1,257 @@
+"""GPTQ: round column by column, push each error onto later columns (arXiv 2210.17323)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qdeploy.quantization.awq_clip import clip_qparams
+from qdeploy.quantization.hessian import Hessian
+from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.numerics import grouped_range, range_qparams
+from qdeploy.quantization.rtn import rtn_quantize, stored_bias
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+
+#: static: by falling diagonal of H, groups fixed beforehand; group: whole groups by their largest
+#: diagonal, sorted inside; none: as stored. On disk, groups are in input order with all of them.
+Order = Literal["static", "group", "none"]
+
+#: Dampening as a share of H's mean diagonal, tried in turn until H can be factorized.
+DAMPENING = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+BLOCK_COLUMNS = 128
+#: Up to this width the factorization runs in float64.
+FLOAT64_FEATURES = 2048
+
+
+@dataclass(slots=True, kw_only=True)
+class GptqResult:
+    """Codes uint8 [out, in], scales float32 and zero points uint8 [out, groups].
+
+    dampening: the share that worked, None when none did and the layer was rounded to nearest
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor
+    dampening: float | None
+
+
+def gptq_quantize(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: QuantScheme,
+    *,
+    order: Order = "static",
+    search: bool = True,
+) -> GptqResult:
+    """Quantize weight [out, in] float32 with H = E[x xᵀ], [in, in]; neither is modified.
+
+    search: pick each group's range by activation-weighted error instead of min-max. Columns that
+    never saw an input (H_ii = 0) neither give nor take errors: they are rounded to nearest, where
+    the paper sets them to zero, which deletes weights when calibration was short.
+    """
+    factor, permutation, dampening = _factorize(hessian, scheme, order)
+    if factor is None:
+        scales, zeros = _qparams(weight, hessian.diagonal().clamp(min=0), scheme, search)
+        q = rtn_quantize(weight, scheme, qparams=(scales, zeros))
+        return GptqResult(codes=q.codes, scales=scales, zero_points=zeros, dampening=None)
+    solver = _Solver(weight, hessian, scheme, factor, permutation, order == "static", search)
+    solver.run()
+    inverse = torch.argsort(permutation)
+    return GptqResult(
+        codes=solver.codes[:, inverse],
+        scales=solver.scales,
+        zero_points=solver.zeros,
+        dampening=dampening,
+    )
+
+
+class _Solver:
+    """State of one run; columns are permuted, groups are numbered as on disk."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        hessian: Tensor,
+        scheme: QuantScheme,
+        factor: Tensor,
+        permutation: Tensor,
+        static: bool,
+        search: bool,
+    ) -> None:
+        self.scheme, self.factor, self.search, self.static = scheme, factor, search, static
+        self.weight = weight.float()[:, permutation].clone()
+        self.diagonal = hessian.diagonal()[permutation].clamp(min=0)
+        out_features, in_features = weight.shape
+        groups = scheme.groups(in_features)
+        self.group_size = in_features // groups
+        self.group_of = (permutation // self.group_size).tolist()
+        self.codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
+        self.scales = torch.ones(out_features, groups)
+        self.zeros = torch.zeros(out_features, groups, dtype=torch.uint8)
+        if static:
+            diagonal = hessian.diagonal().clamp(min=0)
+            self.scales, self.zeros = _qparams(weight.float(), diagonal, scheme, search)
+
+    def run(self) -> None:
+        """Blocks hold whole groups, so that a group that begins sees all errors so far."""
+        size = self.group_size
+        block = size * max(BLOCK_COLUMNS // size, 1)
+        for start in range(0, self.weight.shape[1], block):
+            end = min(start + block, self.weight.shape[1])
+            errors = self._block(start, end)
+            self.weight[:, end:].addmm_(errors, self.factor[start:end, end:], alpha=-1)
+
+    def _block(self, start: int, end: int) -> Tensor:
+        """Round columns start … end; returns their errors over the factor's diagonal."""
+        errors = torch.zeros(self.weight.shape[0], end - start)
+        for column in range(start, end):
+            if not self.static and column % self.group_size == 0:
+                self._begin_group(column)
+            group = self.group_of[column]
+            scale, zero = self.scales[:, group], self.zeros[:, group].float()
+            value = self.weight[:, column]
+            code = (value / scale + zero).round_().clamp_(0, self.scheme.max_code)
+            self.codes[:, column] = code.to(torch.uint8)
+            error = (value - (code - zero) * scale) / self.factor[column, column]
+            errors[:, column - start] = error
+            rest = self.weight[:, column + 1 : end]
+            rest.addr_(error, self.factor[column, column + 1 : end], alpha=-1)
+        return errors
+
+    def _begin_group(self, column: int) -> None:
+        """Scales of a group from its weights as they are now, errors of earlier ones included."""
+        columns = slice(column, column + self.group_size)
+        scheme = QuantScheme(bits=self.scheme.bits, group_size=-1, symmetric=self.scheme.symmetric)
+        group = self.group_of[column]
+        scales, zeros = _qparams(
+            self.weight[:, columns], self.diagonal[columns], scheme, self.search
+        )
+        self.scales[:, group], self.zeros[:, group] = scales[:, 0], zeros[:, 0]
+
+
+def _qparams(
+    weight: Tensor, diagonal: Tensor, scheme: QuantScheme, search: bool
+) -> tuple[Tensor, Tensor]:
+    if not search:
+        return range_qparams(*grouped_range(weight, scheme), scheme)
+    groups = scheme.groups(weight.shape[1])
+    return clip_qparams(weight.contiguous(), scheme, diagonal.reshape(groups, -1))
+
+
+def _factorize(
+    hessian: Tensor, scheme: QuantScheme, order: Order
+) -> tuple[Tensor | None, Tensor, float | None]:
+    """Upper Cholesky factor of H⁻¹, permuted, with the dampening that it took.
+
+    The factor is None when H can't be factorized at any dampening (NaN, infinity).
+    """
+    in_features = hessian.shape[0]
+    permutation = _permutation(hessian.diagonal(), in_features // scheme.groups(in_features), order)
+    dtype = torch.float64 if in_features <= FLOAT64_FEATURES else torch.float32
+    matrix = hessian[permutation][:, permutation].to(dtype)
+    diagonal = matrix.diagonal()
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if not bool(dead.all()) else torch.ones((), dtype=dtype)
+    for dampening in DAMPENING:
+        damped = matrix.clone()
+        damped.diagonal().add_(dampening * mean)
+        damped.diagonal()[dead] = mean
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed or not bool(lower.isfinite().all()):
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and bool(upper.isfinite().all()):
+            return upper.float(), permutation, dampening
+    return None, permutation, None
+
+
+def _permutation(diagonal: Tensor, group_size: int, order: Order) -> Tensor:
+    if order == "none":
+        return torch.arange(diagonal.numel())
+    if order == "static":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    grouped = diagonal.view(-1, group_size)
+    inside = torch.argsort(grouped, dim=1, descending=True, stable=True)
+    groups = torch.argsort(grouped.amax(1), descending=True, stable=True)
+    starts = torch.arange(grouped.shape[0]).unsqueeze(1) * group_size
+    return (inside + starts)[groups].reshape(-1)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Linears in order of execution; each sees the inputs that quantized earlier ones give."""
+
+    needs_calibration: bool = True
+    order: Order = "static"
+    search: bool = True
+
+    def check(self, model_type: str) -> None:
+        """Any architecture."""
+
+    @torch.no_grad()
+    def quantize_layer(self, context: LayerContext) -> LayerOutcome:
+        """`loss` is the mean squared error of the linear's output."""
+        assert context.forward is not None
+        outcome = LayerOutcome(linears={})
+        for names in context.input_groups:
+            start = time.monotonic()
+            hessian = Hessian()
+            context.forward({names[0]: hessian}, stop_after=names[0])
+            self._quantize_shared(context, names, hessian.matrix, outcome, start)
+        if not context.is_last:
+            outcome.outputs = context.forward()
+        return outcome
+
+    def _quantize_shared(
+        self,
+        context: LayerContext,
+        names: tuple[str, ...],
+        hessian: Tensor,
+        outcome: LayerOutcome,
+        start: float,
+    ) -> None:
+        """Linears that share an input are one tall matrix: rows don't interact."""
+        linears = [context.linear(name) for name in names]
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        result = gptq_quantize(
+            weight, hessian, context.scheme, order=self.order, search=self.search
+        )
+        fallback = None if result.dampening is not None else "rtn"
+        if fallback:
+            context.warn(
+                f"{context.name}: H of {', '.join(names)} has no factor; rounded to nearest"
+            )
+        sizes = [linear.out_features for linear in linears]
+        parts = zip(
+            result.codes.split(sizes),
+            result.scales.split(sizes),
+            result.zero_points.split(sizes),
+            strict=True,
+        )
+        seconds = (time.monotonic() - start) / len(names)
+        for name, linear, (codes, scales, zeros) in zip(names, linears, parts, strict=True):
+            q = QuantizedLinear(
+                codes=codes.contiguous(),
+                scales=scales.to(torch.float16),
+                zero_points=zeros.contiguous(),
+                scheme=context.scheme,
+                bias=stored_bias(context, name),
+            )
+            outcome.linears[name] = q
+            dequantized = q.dequantize()
+            error = dequantized - linear.weight
+            loss = ((error @ hessian) * error).sum().item() / linear.out_features
+            linear.weight.data = dequantized
+            report = LinearReport(
+                name=name,
+                loss=loss,
+                dampening=result.dampening,
+                fallback=fallback,
+                seconds=seconds,
+            )
+            outcome.reports.append(report)

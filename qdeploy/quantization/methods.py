@@ -1,0 +1,14 @@
+"""The methods that `--method` knows; a new one is a line here."""
+
+from __future__ import annotations
+
+from qdeploy.quantization.awq import Awq
+from qdeploy.quantization.gptq import Gptq
+from qdeploy.quantization.method import QuantMethod
+from qdeploy.quantization.rtn import Rtn
+from qdeploy.registry import Registry
+
+METHODS: Registry[QuantMethod] = Registry("method")
+METHODS.add("awq", Awq())
+METHODS.add("gptq", Gptq())
+METHODS.add("rtn", Rtn())

@@ -1,0 +1,138 @@
+"""Smoothing groups as data, and folding their scales away (AWQ, SmoothQuant).
+
+A group multiplies the input columns of some linears by s and divides the module that makes their
+input by s. The layer computes the same function, but is kinder to quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qdeploy.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothingGroup:
+    """Names are relative to the decoder layer.
+
+    source: the norm or linear whose output is divided by s
+    balance: linears that read it; block: module whose output judges the scales
+    offset: the norm multiplies by 1 + w (Gemma), not by w
+    per_kv_head: source has a row per KV head, balance a column per query head (GQA)
+    """
+
+    source: str
+    balance: tuple[str, ...]
+    block: str
+    offset: bool = False
+    per_kv_head: bool = False
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_ATTENTION = SmoothingGroup(source="input_layernorm", balance=_QKV, block="self_attn")
+_OUT = SmoothingGroup(
+    source="self_attn.v_proj",
+    balance=("self_attn.o_proj",),
+    block="self_attn.o_proj",
+    per_kv_head=True,
+)
+_DOWN = SmoothingGroup(source="mlp.up_proj", balance=("mlp.down_proj",), block="mlp.down_proj")
+_LLAMA = (
+    _ATTENTION,
+    _OUT,
+    SmoothingGroup(source="post_attention_layernorm", balance=_GATE_UP, block="mlp"),
+    _DOWN,
+)
+#: q_norm and k_norm of Gemma 3 make smoothing of q and k worse than none (llm-compressor 2522).
+_GEMMA3 = (
+    _OUT,
+    SmoothingGroup(source="pre_feedforward_layernorm", balance=_GATE_UP, block="mlp", offset=True),
+    _DOWN,
+)
+GROUPS: Mapping[str, tuple[SmoothingGroup, ...]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma3_text": _GEMMA3,
+}
+
+
+def smoothing_groups(model_type: str) -> tuple[SmoothingGroup, ...]:
+    """The groups of an architecture; UsageError when none are known."""
+    if model_type not in GROUPS:
+        raise UsageError(
+            f"method awq knows no smoothing groups for model type {model_type!r} "
+            f"(it knows {', '.join(GROUPS)}); use --method gptq"
+        )
+    return GROUPS[model_type]
+
+
+def share_heads(values: Tensor, group: SmoothingGroup, source_rows: int, head_dim: int) -> Tensor:
+    """Average per-column statistics [in] over the query heads of a KV head: [source_rows]."""
+    if not group.per_kv_head or values.numel() == source_rows:
+        return values
+    return values.view(source_rows // head_dim, -1, head_dim).mean(1).reshape(-1)
+
+
+def expand_heads(scales: Tensor, columns: int, head_dim: int) -> Tensor:
+    """Repeat scales [source_rows] for every query head of the KV head: [columns]."""
+    if scales.numel() == columns:
+        return scales
+    heads = scales.view(-1, 1, head_dim)
+    return heads.expand(-1, columns // scales.numel(), head_dim).reshape(-1)
+
+
+@torch.no_grad()
+def fold(
+    layer: nn.Module,
+    group: SmoothingGroup,
+    scales: Tensor,
+    head_dim: int,
+    store_dtype: torch.dtype,
+) -> Tensor:
+    """Divide the source by scales [source_rows], multiply the balance columns; in place.
+
+    A norm's new weight is rounded to its dtype on disk first, and the columns take up exactly
+    what the rounded one gives: the fold then adds no error to a bfloat16 checkpoint. Returns the
+    scales of the balance columns, [in].
+    """
+    source = layer.get_submodule(group.source)
+    if isinstance(source, nn.Linear):
+        source.weight.div_(scales.unsqueeze(1))
+        if source.bias is not None:
+            source.bias.div_(scales)
+    else:
+        scales = _fold_norm(source, scales, 1.0 if group.offset else 0.0, store_dtype)
+    first = layer.get_submodule(group.balance[0])
+    assert isinstance(first, nn.Linear)
+    columns = expand_heads(scales, first.in_features, head_dim)
+    for name in group.balance:
+        linear = layer.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        linear.weight.mul_(columns)
+    return columns
+
+
+def _fold_norm(norm: nn.Module, scales: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """New weight (offset + w) / s − offset as stored; returns (offset + w) / (offset + w')."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    old = weight + offset
+    stored = (old / scales - offset).to(dtype).float()
+    effective = old / (stored + offset)
+    # A zero or overflowing factor can't be scaled: leave such a feature alone.
+    usable = effective.isfinite() & (effective > 0)
+    stored = torch.where(usable, stored, weight)
+    effective = torch.where(usable, effective, torch.ones_like(effective))
+    if getattr(norm, "bias", None) is not None:
+        bias = norm.bias
+        assert isinstance(bias, Tensor)
+        bias.div_(effective)
+    weight.copy_(stored)
+    return effective
