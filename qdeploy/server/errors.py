@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from qdeploy.errors import CapacityError, QdeployError, UsageError
-from qdeploy.runtime.async_engine import (
+from qdeploy.runtime.request_stream import (
     EngineDeadError,
     QueueFullError,
     RequestAbortedError,

@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from qdeploy.runtime.async_engine import RequestStream
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput, RequestOutput
+from qdeploy.runtime.request_stream import RequestStream
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.server.context import ServerContext
 from qdeploy.server.errors import ApiError, to_api_error

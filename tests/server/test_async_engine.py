@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from qdeploy.errors import UsageError
-from qdeploy.runtime.async_engine import (
-    AsyncEngine,
+from qdeploy.runtime.async_engine import AsyncEngine
+from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.request_stream import (
     EngineDeadError,
     QueueFullError,
     ServerDrainingError,
 )
-from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
 from server.harness import ALPHABET, KV, AlphabetExecutor, alphabet_tokenizer
 

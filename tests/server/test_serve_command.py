@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.listen import bind
 from runtime.tiny_tokenizer import write_json
 from server.harness import HI
@@ -136,3 +139,31 @@ def test_options_that_cannot_be_honoured_are_one_line(
     error = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(error) == 1
     assert message in error[0]
+
+
+@pytest.mark.model
+def test_a_real_model_answers_alone_as_in_company(smollm2_folder: Path) -> None:
+    """SmolLM2: the right answer, ended by its end token, the same amid 3 other requests (P5)."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with started(str(smollm2_folder), "--kv-cache-dtype", "int8", "--max-num-seqs", "4") as (
+        _,
+        url,
+    ):
+
+        def ask(content: str) -> dict[str, Any]:
+            messages = [{"role": "user", "content": content}]
+            body = {"messages": messages, "temperature": 0, "max_tokens": 40}
+            return dict(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json())
+
+        alone = ask(question[0]["content"])
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(ask, f"Write {n} words.") for n in (3, 5, 7)]
+            amid = ask(question[0]["content"])
+            assert all(job.result()["choices"] for job in others)
+    choice = alone["choices"][0]
+    assert "Paris" in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+    assert amid["choices"] == alone["choices"]
+    tokenizer = Tokenizer.load(smollm2_folder)
+    ids = tokenizer.hf.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    assert alone["usage"]["prompt_tokens"] == len(ids)  # R22

@@ -1,0 +1,99 @@
+"""What a client of the AsyncEngine holds: the outputs of its request, and how they may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from qdeploy.runtime.outputs import RequestOutput
+from qdeploy.runtime.sampling_params import SamplingParams
+
+
+class EngineDeadError(Exception):
+    """The engine's thread died; the process must be restarted."""
+
+
+class QueueFullError(Exception):
+    """More requests wait than max_queued_requests allows."""
+
+
+class ServerDrainingError(Exception):
+    """The server shuts down and admits nothing."""
+
+
+class RequestAbortedError(Exception):
+    """The request was ended by the server before it finished."""
+
+
+class RequestTimeoutError(Exception):
+    """The request took longer than request_timeout."""
+
+
+#: One prompt to generate for: its engine request id, its tokens, its parameters.
+Submission = tuple[str, Sequence[int], SamplingParams]
+
+
+class RequestStream:
+    """The outputs of one or more prompts that were submitted together, in order of arrival.
+
+    Ends when every sample has finished; raises RequestTimeoutError, RequestAbortedError or
+    EngineDeadError. `close` (idempotent) aborts what is unfinished.
+
+    timeout: seconds from now to the last token. release: told once of the end, and whether
+    samples are left to abort.
+    """
+
+    def __init__(
+        self,
+        submissions: Sequence[Submission],
+        timeout: float | None,
+        release: Callable[[RequestStream, bool], None],
+    ) -> None:
+        self.request_ids = tuple(request_id for request_id, _, _ in submissions)
+        self.num_samples = sum(params.n for _, _, params in submissions)
+        self._release = release
+        self._unfinished = self.num_samples
+        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self._closed = False
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Called on the event loop by the engine."""
+        self._queue.put_nowait(item)
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._unfinished == 0 or self._closed:
+            self.close()
+            raise StopAsyncIteration
+        item = await self._next_item()
+        if isinstance(item, Exception):
+            self.close()
+            raise item
+        if item.finished:
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self.close()
+        return item
+
+    async def _next_item(self) -> RequestOutput | Exception:
+        if self._deadline is None or not self._queue.empty():
+            return await self._queue.get()
+        try:
+            left = max(self._deadline - time.monotonic(), 0.001)
+            return await asyncio.wait_for(self._queue.get(), left)
+        except (asyncio.TimeoutError, TimeoutError):
+            return RequestTimeoutError(
+                f"the request took longer than request_timeout={self._timeout:g} s"
+            )
+
+    def close(self) -> None:
+        """Give up on the rest: aborts unfinished samples and frees their blocks."""
+        if not self._closed:
+            self._closed = True
+            self._release(self, self._unfinished > 0)
