@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from qdeploy.cli import app
-from tests.tiny_models import tiny_checkpoint
+from tiny_models import tiny_checkpoint
 
 runner = CliRunner()
 
