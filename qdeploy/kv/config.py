@@ -42,9 +42,7 @@ class KVCacheConfig:
     def reads_sealed(self, block: int, query_block: int) -> bool:
         """The position rule: does a query in `query_block` read `block` sealed?"""
         return (
-            self.seals
-            and block >= self.sink_blocks
-            and block < query_block - self.residual_blocks
+            self.seals and block >= self.sink_blocks and block < query_block - self.residual_blocks
         )
 
     @property

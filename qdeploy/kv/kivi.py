@@ -9,17 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qdeploy.errors import UsageError
+
 #: Channels that share one scale of a value; smaller heads are one group.
 VALUE_GROUP = 64
 #: Bits of K and V per sealed format.
 BITS = {"int8": (8, 8), "int4": (4, 4), "k8v4": (8, 4)}
-_HALF = torch.finfo(torch.float16)
+_HALF_MAX = torch.finfo(torch.float16).max
+#: The smallest positive float16: a constant group must not divide by zero.
+_SMALLEST_SCALE = 2.0**-24
+_HALF_STEP = 2.0**-11
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedLayout:
-    """Bytes of one layer's sealed block: K codes, K scale and minimum, V codes, V the same.
+    """Bytes of one layer's sealed block: K codes, K scales and minima, V codes, V the same.
 
-    Scales and minima are float16. Codes of 4 bits lie two in a byte, the even channel low.
+    Codes lie in the order [kv_heads, block_size, head_dim]; those of 4 bits two in a byte, the
+    even channel low. Scales and minima are float16, x ≈ code · scale + minimum:
+    [kv_heads, head_dim] for K, [kv_heads, block_size, head_dim / value_group] for V.
     """
 
     bits_k: int
@@ -27,6 +35,13 @@ class SealedLayout:
     block_size: int
     num_kv_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        for bits in (self.bits_k, self.bits_v):
+            if bits not in (4, 8):
+                raise UsageError(f"KV bits={bits} are not supported; choose 4 or 8")
+        if self.head_dim % 2:
+            raise UsageError(f"head_dim={self.head_dim} is odd; serve with kv_cache_dtype bf16")
 
     @property
     def value_group(self) -> int:
@@ -52,12 +67,14 @@ class SealedLayout:
     def seal(self, k: Tensor, v: Tensor) -> Tensor:
         """Quantize whole blocks.
 
-        k, v: [..., num_kv_heads, block_size, head_dim], float32; returns uint8 [..., num_bytes]
+        k, v: [..., num_kv_heads, block_size, head_dim], float32; returns uint8 [..., num_bytes].
+        A group with a value that float16 can't hold comes back as NaN, never as a wrong number.
         """
-        lead = k.shape[:-3]
         grouped = v.unflatten(-1, (-1, self.value_group))
-        parts = [*_quantize(k, -2, self.bits_k), *_quantize(grouped, -1, self.bits_v)]
-        return torch.cat([part.reshape(*lead, -1) for part in parts], dim=-1)
+        k_codes, k_meta = _quantize(k, -2, self.bits_k)
+        v_codes, v_meta = _quantize(grouped, -1, self.bits_v)
+        parts = (_pack(k_codes, self.bits_k), k_meta, _pack(v_codes, self.bits_v), v_meta)
+        return torch.cat([part.reshape(*k.shape[:-3], -1) for part in parts], dim=-1)
 
     def unseal(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse up to rounding: K and V, float32, shaped as `seal` takes them."""
@@ -66,33 +83,43 @@ class SealedLayout:
         k_codes, k_meta, v_codes, v_meta = packed.split(self.sizes, dim=-1)
         k_scale, k_min = _halves(k_meta, (*lead, heads, 1, dim))
         v_scale, v_min = _halves(v_meta, (*lead, heads, size, dim // group, 1))
-        k = _unpack(k_codes, self.bits_k).view(*lead, heads, size, dim) * k_scale + k_min
-        v = _unpack(v_codes, self.bits_v).view(*lead, heads, size, -1, group) * v_scale + v_min
+        k = _unpack(k_codes, self.bits_k).reshape(*lead, heads, size, dim) * k_scale + k_min
+        v = _unpack(v_codes, self.bits_v).reshape(*lead, heads, size, -1, group) * v_scale + v_min
         return k, v.flatten(-2)
 
-def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales and minima) as bytes; one scale per slice along `dim`.
 
-    The scale never falls below float16's smallest normal number: a constant group would divide
-    zero by zero, and its rounding of the minimum is then taken up by the codes.
+def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 shaped as x, and bytes of scales then minima; one of each per slice along `dim`.
+
+    The minimum is rounded down and the scale up, so that no value of the group is clipped: half a
+    float16 step of a large offset (key biases) can be more than a whole code.
     """
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    minimum = low.clamp(_HALF.min, _HALF.max).half()
-    scale = (high - minimum.float()) / ((1 << bits) - 1)
-    scale = scale.clamp(_HALF.smallest_normal, _HALF.max).half()
-    codes = ((x - minimum.float()) / scale.float()).round().clamp(0, (1 << bits) - 1)
-    lead = x.shape[: x.dim() - (3 if dim == -2 else 4)]
+    minimum = (low - low.abs() * _HALF_STEP).half()
+    scale = (high - minimum.float()) / ((1 << bits) - 1) * (1 + _HALF_STEP)
+    scale = scale.clamp(min=_SMALLEST_SCALE).half()
+    held = (low.abs() < _HALF_MAX) & (high.abs() < _HALF_MAX)  # False for NaN, too
+    scale = torch.where(held, scale, float("nan"))
+    codes = ((x - minimum.float()) / scale.float()).round().nan_to_num(0)
+    return codes.clamp(0, (1 << bits) - 1).to(torch.uint8), _bytes(scale, minimum, x.dim(), dim)
 
-    meta = torch.cat((scale.reshape(*lead, -1), minimum.reshape(*lead, -1)), dim=-1)
-    return _pack(codes.to(torch.uint8), bits), meta.view(torch.uint8)
+
+def _bytes(scale: Tensor, minimum: Tensor, dims: int, dim: int) -> Tensor:
+    """Scales, then minima of a block as bytes [..., n]; a block of K has 3 dimensions, of V 4."""
+    lead = scale.shape[: dims - (3 if dim == -2 else 4)]
+    both = (scale.reshape(*lead, -1), minimum.reshape(*lead, -1))
+    return torch.cat(both, dim=-1).view(torch.uint8)
+
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     return codes if bits == 8 else codes[..., ::2] | (codes[..., 1::2] << 4)
+
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed.float()
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
+
 
 def _halves(meta: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Scales and minima [shape], float32."""

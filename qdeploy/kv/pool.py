@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def open_block_bytes(spec: DecoderSpec, config: KVCacheConfig, itemsize: int) ->
 
 class KVPools:
     """open: float32 [num_open, layers, 2, kv_heads, block_size, head_dim]
-    sealed: uint8 [num_sealed, layers, bytes]
+    sealed: uint8 [num_sealed, layers, bytes of a layer's block]
     """
 
     def __init__(
@@ -46,12 +48,26 @@ class KVPools:
         num_bytes = self.layout.num_bytes if self.layout is not None else 0
         self.sealed = torch.zeros((num_sealed, spec.num_layers, num_bytes), dtype=torch.uint8)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that both pools hold."""
+        return self.open.nbytes + self.sealed.nbytes
+
+    def write_open(self, block: int, layer: int, offset: int, kv: Tensor) -> None:
+        """Put kv [2, kv_heads, num_tokens, head_dim] at token `offset` of an open block."""
+        self.open[block, layer, :, :, offset : offset + kv.shape[2]] = kv
+
+    def read_open(self, block: int, layer: int, num_tokens: int) -> Tensor:
+        """K and V of the block's first tokens, float32 [2, kv_heads, num_tokens, head_dim]."""
+        return self.open[block, layer, :, :, :num_tokens]
+
     def seal(self, block: int, layer: int, k: Tensor, v: Tensor) -> None:
-        """Quantize k, v [kv_heads, block_size, head_dim] into a sealed block."""
+        """Quantize k, v [kv_heads, block_size, head_dim], float32, into a sealed block."""
         assert self.layout is not None
         self.sealed[block, layer] = self.layout.seal(k, v)
 
-    def read_sealed(self, blocks: list[int], layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of sealed blocks, float32 [num_blocks, kv_heads, block_size, head_dim]."""
+    def read_sealed(self, blocks: Sequence[int], layer: int) -> Tensor:
+        """K and V of sealed blocks, float32 [2, kv_heads, num_blocks, block_size, head_dim]."""
         assert self.layout is not None
-        return self.layout.unseal(self.sealed[torch.tensor(blocks), layer])
+        packed = self.sealed[torch.tensor(blocks), layer]
+        return torch.stack(self.layout.unseal(packed)).transpose(1, 2)

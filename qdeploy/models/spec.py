@@ -14,6 +14,8 @@ from qdeploy.models.rope import RopeSpec
 class DecoderSpec:
     """Sizes and switches of one decoder. `sliding_windows` and `rope` have one entry a layer.
 
+    attention_scale: factor of the scores before soft cap and softmax
+    embedding_multiplier: factor of the embedded tokens
     norm_offset: RMSNorm multiplies by (offset + weight)
     sandwich_norms: attention and MLP outputs are normed too, before the residual add (Gemma)
     sliding_windows: a query at t sees keys t − window + 1 … t; None sees all
@@ -44,6 +46,18 @@ class DecoderSpec:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads")
+        for name in (*sizes, "num_kv_heads", "head_dim", "max_model_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise FormatError(f"config.json gives {name}={value!r}; it must be an integer ≥ 1")
+        if self.num_q_heads % self.num_kv_heads or self.head_dim % 2:
+            raise FormatError(
+                f"config.json gives {self.num_q_heads} query heads, {self.num_kv_heads} KV heads "
+                f"and head_dim {self.head_dim}; KV heads must divide query heads, head_dim be even"
+            )
+
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of K and V that one token adds over all layers."""
@@ -68,3 +82,5 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
         return ARCHITECTURES.get(known[0])(config)
     except KeyError as error:
         raise FormatError(f"config.json lacks the key {error.args[0]!r} of {known[0]}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FormatError(f"config.json can't be read as {known[0]}: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress, Silent
 from qdeploy.registry import Registry
@@ -47,12 +48,14 @@ def load_executor(
     backend: a name in BACKENDS, or `auto` for the best that runs here. threads: of torch, for the
     whole process. Raises UsageError for an unknown backend, FormatError for a bad checkpoint.
     """
+    name = backend if backend != "auto" else "reference"
+    factory = BACKENDS.get(name)
     if threads is not None:
+        if threads < 1:
+            raise UsageError(f"threads={threads} is not possible; give 1 or more", param="threads")
         import torch
 
         torch.set_num_threads(threads)
-    name = backend if backend != "auto" else "reference"
-    factory = BACKENDS.get(name)
     why = "asked for" if backend != "auto" else "the only backend of this version"
     log.info("backend %s (%s), KV cache %s", name, why, kv_config.key)
     return factory(path, kv_config, progress or Silent())

@@ -1,6 +1,6 @@
 """The reference executor: plain torch float32, the oracle of every kernel, anywhere.
 
-It keeps P2 exactly: rows go through fixed tiles of ROW_TILE rows (torch's matmuls give a row other
+It keeps P2 exactly: rows go through fixed tiles of rows (torch's matmuls give a row other
 bits when the number of rows changes, but the same bits at any place of a tile of fixed height).
 """
 
@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
 
 from qdeploy.errors import CapacityError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.pool import KVPools, open_block_bytes, sealed_block_bytes
+from qdeploy.models.rope import RopeSpec
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.executors.paged_attention import SliceAttention
 from qdeploy.runtime.executors.weights import DecoderWeights, LayerWeights, Linear
-
-ROW_TILE = 16
-
-
-def tiled_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] · weightᵀ [in, out], rows a multiple of ROW_TILE, float32."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    transposed = weight.t()
-    for start in range(0, x.shape[0], ROW_TILE):
-        tile = slice(start, start + ROW_TILE)
-        torch.mm(x[tile], transposed, out=out[tile])
-    return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] / rms(x) · weight [n]; the offset of (1 + w) norms is in the weight."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+from qdeploy_kernels.reference.elementwise import activate, rms_norm, rope_angles, rotate, soft_cap
+from qdeploy_kernels.reference.linear import pad_rows, tiled_linear
 
 
 class ReferenceExecutor:
@@ -67,7 +52,7 @@ class ReferenceExecutor:
         """A second executor on the same weights, with its own, not yet allocated KV pools."""
         return ReferenceExecutor(self.spec, self.weights, kv_config)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
         ids = torch.tensor([token for piece in batch.slices for token in piece.token_ids])
@@ -83,16 +68,11 @@ class ReferenceExecutor:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[rows, hidden]: rows are the tokens, padded with zeros to whole tiles."""
-        rows = -(-len(ids) // ROW_TILE) * ROW_TILE
-        hidden = self.weights.embedding.new_zeros(rows, self.spec.hidden_size)
-        hidden[: len(ids)] = self.weights.embedding[ids] * self.spec.embedding_multiplier
-        return hidden
+        return pad_rows(self.weights.embedding[ids] * self.spec.embedding_multiplier)
 
-    def _rotation(self, rope: object, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [num_tokens, 1, head_dim]."""
-        angles = positions[:, None].float() * self._frequencies[rope]  # type: ignore[index]
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos(), angles.sin()
+    def _rotation(self, rope: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [num_tokens, 1, head_dim]."""
+        return rope_angles(positions, self._frequencies[rope], rope.attention_factor)
 
     def _layer(
         self,
@@ -133,8 +113,8 @@ class ReferenceExecutor:
         if self.spec.qk_norm:
             q = self._norm(layer, "self_attn.q_norm", q)
             k = self._norm(layer, "self_attn.k_norm", k)
-        q = _rotate(q[:count], *rotation) * self.spec.attention_scale
-        k = _rotate(k[:count], *rotation)
+        q = rotate(q[:count], *rotation) * self.spec.attention_scale
+        k = rotate(k[:count], *rotation)
         out = x.new_zeros(x.shape[0], self.spec.num_q_heads * dim)
         start = 0
         for piece in batch.slices:
@@ -151,34 +131,20 @@ class ReferenceExecutor:
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate = _linear(x, layer.linears["mlp.gate_proj"])
         up = _linear(x, layer.linears["mlp.up_proj"])
-        return _linear(_activate(gate, self.spec.activation) * up, layer.linears["mlp.down_proj"])
+        return _linear(activate(gate, self.spec.activation) * up, layer.linears["mlp.down_proj"])
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         """[num_logits, vocab] of the rows that want logits, in whole tiles."""
-        rows, start = [], 0
+        rows: list[int] = []
+        start = 0
         for piece in batch.slices:
             start += len(piece.token_ids)
             rows += range(start - piece.num_logits, start)
-        padded = hidden.new_zeros(-(-len(rows) // ROW_TILE) * ROW_TILE, hidden.shape[1])
-        padded[: len(rows)] = hidden[torch.tensor(rows, dtype=torch.int64)]
+        padded = pad_rows(hidden[torch.tensor(rows, dtype=torch.int64)])
         padded = rms_norm(padded, self.weights.norm, self.spec.norm_eps)
-        logits = tiled_matmul(padded, self.weights.head)[: len(rows)]
-        cap = self.spec.logit_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = tiled_linear(padded, self.weights.head)[: len(rows)]
+        return soft_cap(logits, self.spec.logit_soft_cap)
 
 
 def _linear(x: Tensor, linear: Linear) -> Tensor:
-    out = tiled_matmul(x, linear.weight)
-    return out if linear.bias is None else out.add_(linear.bias)
-
-
-def _activate(x: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return silu(x)
-    return gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head: x [num_tokens, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return tiled_linear(x, linear.weight, linear.bias)
