@@ -37,7 +37,7 @@ from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
 from qdeploy.recipes import Recipe
 
 #: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
-SEARCH_TOKENS = 2048
+SEARCH_TOKENS = 1024
 FEW_TOKENS = 128
 
 

@@ -16,6 +16,7 @@ from qdeploy.recipes import CalibrationSection
 
 #: Chat and code may each fill this share of the shipped mix; prose fills the rest.
 SIDE_SHARE = 4
+ENCODE_CHARS = 8192
 
 
 class CalibrationTokenizer(Protocol):
@@ -92,11 +93,11 @@ def _default_mix(
     prefix = _prefix(tokenizer)
     sides = [
         _windows(chat_ids, seqlen, []),  # the template has its own BOS
-        _windows(tokenizer.encode(_read(folder / "code.txt"), False), seqlen, prefix),
+        _windows(_encode_long(tokenizer, _read(folder / "code.txt")), seqlen, prefix),
     ]
     limit = section.samples // SIDE_SHARE
     chosen = [piece for side in sides for piece in _draw(side, limit, section.seed)]
-    prose = _windows(tokenizer.encode(_read(folder / "prose.txt"), False), seqlen, prefix)
+    prose = _windows(_encode_long(tokenizer, _read(folder / "prose.txt")), seqlen, prefix)
     chosen += _draw(prose, section.samples - len(chosen), section.seed)
     return _draw(chosen, section.samples, section.seed)
 
@@ -111,7 +112,7 @@ def _read_pieces(
         )
     if path.suffix == ".txt":
         text = _read(path)
-        ids = tokenizer.encode(text, False) if text.strip() else []
+        ids = _encode_long(tokenizer, text) if text.strip() else []
         return _windows(ids, seqlen, _prefix(tokenizer))
     kept = blank = split = 0
     pieces: list[list[int]] = []
@@ -162,6 +163,20 @@ def _row_ids(
         if note not in notes:
             notes.append(note)
         return tokenizer.encode("\n\n".join(contents), True)
+
+
+def _encode_long(tokenizer: CalibrationTokenizer, text: str) -> list[int]:
+    """Ids of a long text, cut at blank lines: tokenizers are slow, and warn, on a whole book."""
+    ids: list[int] = []
+    part: list[str] = []
+    size = 0
+    for paragraph in text.split("\n\n"):
+        part.append(paragraph)
+        size += len(paragraph)
+        if size >= ENCODE_CHARS:
+            ids += tokenizer.encode("\n\n".join([*part, ""]), False)
+            part, size = [], 0
+    return ids + (tokenizer.encode("\n\n".join(part), False) if part else [])
 
 
 def _prefix(tokenizer: CalibrationTokenizer) -> list[int]:

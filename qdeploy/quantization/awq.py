@@ -258,8 +258,7 @@ def _changed(context: LayerContext, groups: Sequence[SmoothingGroup]) -> dict[st
 
 def _probe(context: LayerContext) -> tuple[LayerBatch, Tensor]:
     batch = context.search_batches[0]
-    one = LayerBatch(hidden=batch.hidden[:1], kwargs=batch.kwargs)
-    return one, _first(context.layer(one.hidden, **one.kwargs))
+    return batch, _first(context.layer(batch.hidden, **batch.kwargs))
 
 
 def _check_fold(context: LayerContext, before: tuple[LayerBatch, Tensor]) -> None:

@@ -140,6 +140,8 @@ def _qparams(
     if not search:
         return range_qparams(*grouped_range(weight, scheme), scheme)
     groups = scheme.groups(weight.shape[1])
+    # Dampened like H itself: a feature that was hardly seen still has a weight to keep.
+    diagonal = diagonal + DAMPENING[0] * diagonal.mean()
     return clip_qparams(weight.contiguous(), scheme, diagonal.reshape(groups, -1))
 
 

@@ -40,7 +40,7 @@ class LayerContext:
     input_groups: targets that share an input, in order of execution
     model_type: of the config, decides the smoothing groups
     head_dim: of attention heads; store_dtypes: dtype on disk of each of the layer's parameters
-    search_batches: some of the batches, for searches that run blocks many times
+    search_batches: some of the sequences, for searches that run blocks many times
     is_last: whether outputs are of no use
     """
 
