@@ -26,13 +26,13 @@ def evaluate_command(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto (the artifact's), a comma list of formats, or all.")
     ] = "auto",
-    suite: Annotated[str, typer.Option(help="quick (4 windows) or full (the whole text).")] = "quick",
+    suite: Annotated[str, typer.Option(help="quick: 4 windows; full: the whole text.")] = "quick",
     gate: Annotated[str | None, typer.Option(help="E.g. kl<0.05,top1>0.9, or a file.")] = None,
     backend: Backend = "auto",
     threads: Threads = None,
     write: Annotated[
         bool | None,
-        typer.Option("--write/--no-write", help="Record in the artifact; default: if it has a manifest."),
+        typer.Option("--write/--no-write", help="Record in the artifact; default: if it can."),
     ] = None,
     as_json: Json = False,
     verbose: Verbose = 0,
