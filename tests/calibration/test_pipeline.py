@@ -230,7 +230,8 @@ class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
 
 
-def kill_after(patch: pytest.MonkeyPatch, layers: int) -> None:
+def kill_after(layers: int, source: Path, out: Path, method: str) -> None:
+    """A run that dies before layer `layers` is done."""
     original: Callable[..., Any] = pipeline._Run._layer
 
     def layer(self: Any, walk: Any, index: int, hidden: Any) -> Any:
@@ -238,7 +239,10 @@ def kill_after(patch: pytest.MonkeyPatch, layers: int) -> None:
             raise Killed
         return original(self, walk, index, hidden)
 
-    patch.setattr(pipeline._Run, "_layer", layer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline._Run, "_layer", layer)
+        with pytest.raises(Killed):
+            quantize(source, out, method=method)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
@@ -247,9 +251,7 @@ def test_q11_a_killed_run_resumes_to_the_same_bits(
     method: str, layers: int, llama: Path, tmp_path: Path
 ) -> None:
     quantize(llama, tmp_path / "whole", method=method)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, layers)
-        quantize(llama, tmp_path / "out", method=method)
+    kill_after(layers, llama, tmp_path / "out", method)
     assert not (tmp_path / "out").exists()
     progress = Lines()
     result = quantize(llama, tmp_path / "out", method=method, progress=progress)
@@ -260,11 +262,13 @@ def test_q11_a_killed_run_resumes_to_the_same_bits(
 
 
 def test_q11_killed_after_the_last_layer(llama: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(
-            pipeline._Run, "_copy_rest", lambda self, writer: (_ for _ in ()).throw(Killed)
-        )
-        quantize(llama, tmp_path / "out", method="gptq")
+    def killed(self: object, writer: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline._Run, "_copy_rest", killed)
+        with pytest.raises(Killed):
+            quantize(llama, tmp_path / "out", method="gptq")
     quantize(llama, tmp_path / "out", method="gptq")
     quantize(llama, tmp_path / "whole", method="gptq")
     assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "whole")
@@ -281,9 +285,7 @@ def test_q11_killed_after_the_last_layer(llama: Path, tmp_path: Path) -> None:
 def test_q11_anything_changed_starts_over(
     change: dict[str, Any], reason: str, llama: Path, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, 2)
-        quantize(llama, tmp_path / "out", method="gptq")
+    kill_after(2, llama, tmp_path / "out", "gptq")
     progress = Lines()
     changed: dict[str, Any] = {"method": "gptq"} | change
     quantize(llama, tmp_path / "out", progress=progress, **changed)
@@ -293,9 +295,7 @@ def test_q11_anything_changed_starts_over(
 
 
 def test_another_model_starts_over(llama: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_after(patch, 2)
-        quantize(llama, tmp_path / "out", method="awq")
+    kill_after(2, llama, tmp_path / "out", "awq")
     other = tiny_checkpoint("llama", tmp_path / "other", seed=1)
     progress = Lines()
     quantize(other, tmp_path / "out", method="awq", progress=progress)
