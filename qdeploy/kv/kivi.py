@@ -96,7 +96,7 @@ def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     """
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     minimum = (low - low.abs() * _HALF_STEP).half()
-    scale = (high - minimum.float()) / ((1 << bits) - 1) * (1 + _HALF_STEP)
+    scale = (high - minimum.float()) / ((1 << bits) - 1) * (1 + _HALF_STEP) + _SMALLEST_SCALE / 2
     scale = scale.clamp(min=_SMALLEST_SCALE).half()
     held = (low.abs() < _HALF_MAX) & (high.abs() < _HALF_MAX)  # False for NaN, too
     scale = torch.where(held, scale, float("nan"))

@@ -133,6 +133,7 @@ _GEMMA3_DEFAULTS = {
 def _gemma3(config: Config) -> DecoderSpec:
     if config.get("use_bidirectional_attention"):
         raise FormatError("use_bidirectional_attention is not supported: the runtime is causal")
+    # attn_logit_softcapping is a key of Gemma 2's that transformers doesn't apply to Gemma 3.
     full = {**_GEMMA3_DEFAULTS, **config}
     if full.get("layer_types") is None:
         pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
@@ -146,7 +147,6 @@ def _gemma3(config: Config) -> DecoderSpec:
         sandwich_norms=True,
         attention_scale=full["query_pre_attn_scalar"] ** -0.5,
         embedding_multiplier=math.sqrt(full["hidden_size"]),
-        attention_soft_cap=full.get("attn_logit_softcapping"),
         logit_soft_cap=full.get("final_logit_softcapping"),
         **_attention_bias(full),
     )
