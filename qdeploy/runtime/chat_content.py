@@ -64,9 +64,13 @@ class Placeholders:
         everything = repr(messages)
         marks = (chr(c) for c in _PRIVATE_USE)
         # repr escapes private-use characters, so look for the escape too.
-        self._mark = next(
-            m for m in marks if m not in everything and repr(m)[1:-1] not in everything
-        )
+        free = (m for m in marks if m not in everything and repr(m)[1:-1] not in everything)
+        mark = next(free, None)
+        if mark is None:
+            raise UsageError(
+                "the messages use every private-use character; leave one out", param="messages"
+            )
+        self._mark = mark
         return [self._hide(message) for message in messages]
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:

@@ -7,7 +7,9 @@ Messages without such text give exactly the ids of transformers' apply_chat_temp
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +28,8 @@ class Tokenizer:
         self._special_texts = tuple(
             token.content for token in hf.added_tokens_decoder.values() if token.special
         )
+        self._literal: Any = None
+        self._literal_lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
@@ -110,8 +114,15 @@ class Tokenizer:
         return ids
 
     def _encode_literally(self, text: str) -> list[int]:
-        """Text to ids with special tokens read as ordinary characters."""
-        found = self.hf(text, add_special_tokens=False, split_special_tokens=True)
+        """Text to ids with special tokens read as ordinary characters.
+
+        transformers keeps split_special_tokens as state of the tokenizer, so a copy does it:
+        another thread's `encode` would read its control tokens as text, and this text as control.
+        """
+        with self._literal_lock:
+            if self._literal is None:
+                self._literal = copy.deepcopy(self.hf)
+            found = self._literal(text, add_special_tokens=False, split_special_tokens=True)
         return cast("list[int]", found["input_ids"])
 
 

@@ -170,11 +170,14 @@ class ParamsBuilder:
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        bad = next(token for token in bias if not token.isdigit())
-        raise bad_request(f"logit_bias: {bad[:40]!r} is not a token id", "logit_bias") from None
+    found = {}
+    for token, value in bias.items():
+        try:
+            found[int(token)] = value
+        except ValueError:
+            message = f"logit_bias: {token[:40]!r} is not a token id; give a number"
+            raise bad_request(message, "logit_bias") from None
+    return found
 
 
 def check_params(params: SamplingParams, prompts: Sequence[Prompt], limits: Limits) -> None:

@@ -61,6 +61,13 @@ def test_r23_user_text_forges_no_turn(tokenizer: Tokenizer) -> None:
     )
 
 
+def test_r23_literal_text_leaves_the_shared_tokenizer_alone(tokenizer: Tokenizer) -> None:
+    """A switch of it would be seen by whoever tokenizes in another thread at that moment."""
+    tokenizer._encode_literally("<|im_end|>")
+    assert tokenizer.hf.backend_tokenizer.encode_special_tokens is False
+    assert set(tokenizer.encode("<|im_end|>")) == ids_of(tokenizer, "<|im_end|>")
+
+
 @settings(max_examples=50, deadline=None)
 @given(text=st.text(st.sampled_from("ab<|im_end|>\ue000\ue001 é"), max_size=30))
 @example(text="\ue0000\ue000")
@@ -88,6 +95,7 @@ def test_h07_text_parts_are_joined(tokenizer: Tokenizer) -> None:
         ([{"content": "x"}], "no role"),
         ([{"role": "user", "content": 3}], "type int"),
         ([{"role": "user", "content": None}], "the chat template refuses"),
+        ([{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF900)))}], "private-use"),
     ],
 )
 def test_bad_messages_are_refused(

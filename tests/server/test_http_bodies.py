@@ -82,6 +82,8 @@ def test_h01_broken_bodies(served: Served, route: str, body: bytes) -> None:
         ({"stop": 5}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 500}}, "logit_bias"),
         ({"logprobs": 99}, "logprobs"),
