@@ -87,7 +87,7 @@ class Scheduler:
             self._run(step, request, 1)
         for request in [r for r in self.running if not r.is_decoding]:
             if not self._run(step, request, request.num_uncomputed_tokens):
-                break
+                return step  # newcomers would take what it waits for (unchunked: the budget)
         # After a preemption the freed blocks belong to the older requests first.
         if not step.preempted:
             self._admit(step)

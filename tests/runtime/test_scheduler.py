@@ -218,3 +218,16 @@ def test_a_victim_leaves_the_step_in_which_it_was_scheduled() -> None:
         assert "old/0" in run(s)
         s.check_integrity()
     assert old.num_preemptions == 0
+
+
+def test_newcomers_do_not_pass_an_unchunked_prompt_that_waits_for_the_budget() -> None:
+    s = scheduler(KVCacheConfig(block_size=8), extra=60, seqs=8, tokens=LONGEST)
+    s.enable_chunked_prefill = False
+    s.add([make("d", 0, 4, 40, i) for i in range(2)])
+    run(s)
+    s.add([make("big", 1, LONGEST - 2, 2, i) for i in range(2)])
+    assert run(s) == {"d/0": 1, "d/1": 1, "big/0": LONGEST - 2}
+    s.add([make("new", 2, 4, 40)])
+    assert run(s) == {"d/0": 1, "d/1": 1, "big/0": 1}, "61 tokens are left, big/1 needs 62"
+    s.finish(next(r for r in s.running if r.sequence_id == "big/0"))
+    assert "big/1" in run(s)
