@@ -9,5 +9,5 @@ _PACKAGE = Path(__file__).resolve().parent
 
 def resource_dir(kind: str) -> Path:
     """Folder `recipes` or `calib_data`: beside the package in a checkout, inside it in a wheel."""
-    checkout = _PACKAGE.parent
-    return (checkout if (checkout / "pyproject.toml").exists() else _PACKAGE) / kind
+    shipped = _PACKAGE / kind
+    return shipped if shipped.is_dir() else _PACKAGE.parent / kind

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdeploy.cli.console import RichProgress, print_json, run, stdout
-from qdeploy.cli.options import Artifact, Backend, Json, Quiet, Threads, Verbose, kv_policy
+from qdeploy.cli.options import Artifact, Backend, Json, Quiet, Threads, Verbose
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KV_DTYPES, KVCacheConfig
+from qdeploy.progress import Progress
+
+if TYPE_CHECKING:
+    from qdeploy.evaluation.evaluate import Evaluation
 
 
 def evaluate_command(
@@ -45,13 +50,14 @@ def evaluate_command(
             raise UsageError(f"--suite {suite!r} is unknown; choose quick or full")
         from qdeploy.cli.tables import accuracy_table
         from qdeploy.evaluation import session as sessions
-        from qdeploy.evaluation.records import write_records
         from qdeploy.formats.manifest import read_manifest
         from qdeploy.formats.sources import resolve_model
 
         progress = RichProgress()
         folder = resolve_model(artifact, progress)
         manifest = read_manifest(folder)
+        if write and manifest is None:
+            raise UsageError(f"{artifact} has no qdeploy.json to write to; use --no-write")
         evaluations = sessions.session(
             folder,
             sessions.reference_of(folder, manifest, reference),
@@ -66,7 +72,7 @@ def evaluate_command(
             progress=progress,
         )
         if write or (write is None and manifest is not None):
-            write_records(folder, evaluations)
+            _write(folder, evaluations, progress, required=bool(write))
         if as_json:
             items = [sessions.to_json(item, artifact) for item in evaluations]
             print_json(items[0] if len(items) == 1 else {"evaluations": items})
@@ -77,6 +83,22 @@ def evaluate_command(
     run(body)
 
 
+def _write(
+    folder: Path, evaluations: Sequence[Evaluation], progress: Progress, *, required: bool
+) -> None:
+    """Record in the artifact; one that can't be written is a warning unless it was asked for."""
+    from qdeploy.evaluation.records import write_records
+
+    try:
+        write_records(folder, evaluations)
+    except OSError as error:
+        if required:
+            raise
+        progress.warn(f"{folder} can't be written ({error.strerror}); the record isn't kept")
+
+
 def _policies(folder: Path, dtypes: str) -> list[KVCacheConfig]:
+    from qdeploy.runtime.llm import resolve_kv_config
+
     names = KV_DTYPES if dtypes == "all" else tuple(name.strip() for name in dtypes.split(","))
-    return [kv_policy(folder, name) for name in names]
+    return [resolve_kv_config(folder, name) for name in names]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qdeploy.cli.console import set_verbosity
 from qdeploy.errors import UsageError
-from qdeploy.kv.config import KVCacheConfig
 
 
 def _verbose(count: int) -> int:
@@ -51,18 +49,3 @@ def parse_size(text: str, option: str) -> int:
     if size <= 0:
         raise UsageError(f"{option} {text!r} is not a size; write e.g. 2GiB or 512MiB")
     return size
-
-
-def kv_policy(artifact: Path, dtype: str | None, block_size: int | None = None) -> KVCacheConfig:
-    """The artifact's KV policy (bf16 for a foreign folder), with a dtype or block size replaced."""
-    from dataclasses import replace
-
-    from qdeploy.formats.manifest import read_manifest
-
-    manifest = read_manifest(artifact)
-    config = manifest.kv_cache.config() if manifest is not None else KVCacheConfig()
-    if dtype not in (None, "auto"):
-        config = replace(config, dtype=dtype)
-    if block_size is not None:
-        config = replace(config, block_size=block_size)
-    return config

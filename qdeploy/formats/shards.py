@@ -11,7 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX_NAME = "model.safetensors.index.json"
+from qdeploy.formats.hf import INDEX_NAME, SINGLE_NAME
+
 _COPY_BYTES = 1 << 22
 
 
@@ -50,7 +51,7 @@ class ShardWriter:
         self._flush(full)
         count = len(self._parts)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        names = names if count > 1 else ["model.safetensors"]
+        names = names if count > 1 else [SINGLE_NAME]
         for part, name in enumerate(names):
             if part < finished:
                 # Flushed before the quantization config was known.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from qdeploy.errors import SourceError
 from qdeploy.formats import pypi
+from qdeploy.formats.checkpoint import file_sha256
 from qdeploy.progress import Progress, Silent
 
 # No code (.py), no pickle (.bin, .pt): only what a safetensors checkpoint needs.
@@ -62,7 +62,7 @@ def _converted(path: Path, progress: Progress) -> Path:
     from qdeploy.formats.gguf import CONVERTER_VERSION, convert_gguf
 
     stem = re.sub(r"[^\w.-]+", "-", path.stem)
-    name = f"{stem}-{_file_sha256(path)[:16]}-v{CONVERTER_VERSION}"
+    name = f"{stem}-{file_sha256(path)[:16]}-v{CONVERTER_VERSION}"
     parent = cache_folder() / "converted"
     target = parent / name
     if target.is_dir():
@@ -78,14 +78,6 @@ def _converted(path: Path, progress: Progress) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _from_hub(reference: str) -> Path:

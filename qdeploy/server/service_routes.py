@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
+from qdeploy import __version__
 from qdeploy.server.context import ServerContext
 from qdeploy.server.errors import ApiError, bad_request
 from qdeploy.server.metrics import ServerMetrics
@@ -32,7 +32,7 @@ def service_routes(context: ServerContext, metrics: ServerMetrics) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": importlib.metadata.version("qdeploy")})
+        return JSONResponse({"version": __version__})
 
     @router.get("/metrics")
     async def scrape() -> Response:
