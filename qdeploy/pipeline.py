@@ -21,17 +21,21 @@ from qdeploy.calibration.dataset import CalibrationData, load_calibration
 from qdeploy.calibration.plan import QuantPlan, make_plan
 from qdeploy.calibration.resume import ResumeStore
 from qdeploy.calibration.walk import DecoderWalk, pick_sequences
-from qdeploy.errors import UsageError
+from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.artifact import ArtifactWriter
 from qdeploy.formats.hf import TensorFolder, open_folder
 from qdeploy.formats.manifest import (
     BaseModelRecord,
     CalibrationRecord,
+    CapacityRecord,
     KVCacheRecord,
     LayerRecord,
     Manifest,
 )
 from qdeploy.formats.sources import resolve_model
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.pool import open_block_bytes, sealed_block_bytes
+from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
 from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport, Observer
 from qdeploy.recipes import Recipe
@@ -79,6 +83,7 @@ class _Run:
     def __init__(self, model: str, out: Path, recipe: Recipe, progress: Progress) -> None:
         self.start = time.monotonic()
         self.model, self.out, self.progress = model, out, progress
+        self.kv = recipe.kv_cache.config()  # a policy that can't be must fail before the work
         self.folder = open_folder(resolve_model(model, progress))
         if "quantization_config" in self.folder.config:
             raise UsageError(f"{model} is quantized already; give its unquantized base model")
@@ -212,7 +217,10 @@ class _Run:
             recipe=self.recipe.model_copy(update={"model": self.model}).model_dump(mode="json"),
             calibration=calibration,
             layers=self.layers,
-            kv_cache=KVCacheRecord.of(self.recipe.kv_cache.config()),
+            kv_cache=KVCacheRecord.of(self.kv),
+            capacity=CapacityRecord(
+                kv_bytes_per_token=_kv_bytes_per_token(self.folder.config, self.kv)
+            ),
             created_by=_versions(),
         )
 
@@ -242,7 +250,7 @@ class _Run:
             bits_per_weight=self.plan.bits_per_weight if quantized else _dense_bits(self.folder),
             scheme=self.plan.scheme.name if quantized else "dense",
             format=self.plan.format,
-            kv_cache=self.recipe.kv_cache.config().key,
+            kv_cache=self.kv.key,
             layers=[record.model_dump(mode="json") for record in self.layers],
             seconds=time.monotonic() - self.start,
             peak_rss_bytes=_peak_rss_bytes(),
@@ -262,6 +270,16 @@ def _versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | None:
+    """Stored bytes of one token's K and V; None for a model that the runtime doesn't serve."""
+    try:
+        spec = spec_from_config(config)
+    except FormatError:
+        return None
+    block = sealed_block_bytes(spec, kv) if kv.seals else open_block_bytes(spec, kv, itemsize=2)
+    return block / kv.block_size
 
 
 def _weight_bytes(folder: Path) -> int:

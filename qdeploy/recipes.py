@@ -89,7 +89,9 @@ def load_recipe(name_or_path: str) -> Recipe:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"recipe {path}: {error.strerror}") from None
+        raise UsageError(f"recipe {path}: {error.strerror}; give a readable .yaml") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"recipe {path}: not UTF-8 text; convert it") from None
     except yaml.YAMLError as error:
         raise UsageError(f"recipe {path}: not valid YAML ({error})".splitlines()[0]) from None
     return parse_recipe(data, str(path))

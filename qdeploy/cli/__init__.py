@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from qdeploy.cli.console import set_verbosity
 from qdeploy.cli.doctor import doctor
 from qdeploy.cli.eval import evaluate_command
 from qdeploy.cli.inspect import inspect
@@ -36,6 +37,7 @@ def _root(
     ] = False,
 ) -> None:
     """Quantize a language model, prove what it cost, and serve it."""
+    set_verbosity(0)  # -v and -q, which belong to the commands, come after this
 
 
 # In pipeline order, which is the order of --help.

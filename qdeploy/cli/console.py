@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +12,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from qdeploy.errors import QdeployError
@@ -29,7 +31,15 @@ def set_verbosity(level: int) -> None:
     global _verbosity
     _verbosity = level
     threshold = {-1: logging.ERROR, 0: logging.WARNING}.get(level, logging.INFO)
-    logging.basicConfig(level=threshold, format="%(message)s", stream=sys.stderr, force=True)
+    # Finds sys.stderr at each line, and prints above a progress bar instead of through it.
+    handler = RichHandler(
+        console=stderr,
+        show_time=False,
+        show_level=False,
+        show_path=False,
+        highlighter=NullHighlighter(),
+    )
+    logging.basicConfig(level=threshold, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("qdeploy").setLevel(min(threshold, logging.INFO) if level >= 0 else threshold)
 
 
@@ -74,12 +84,20 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def run(command: Callable[[], None]) -> None:
-    """Run a command's body: user errors become one line and their exit code, Ctrl-C 130."""
+    """Run a command's body: user errors become one line and their exit code, Ctrl-C 130.
+
+    So do files that can't be read or written: a full disk, say, is no bug.
+    """
     try:
         command()
     except QdeployError as error:
         _report(str(error))
         raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        if error.errno is None or error.errno == errno.EPIPE:
+            raise
+        _report(f"{error.filename or 'a file'}: {error.strerror}; check permissions and free space")
+        raise typer.Exit(QdeployError.exit_code) from None
     except KeyboardInterrupt:
         _report("interrupted")
         raise typer.Exit(130) from None

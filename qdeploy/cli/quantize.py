@@ -69,6 +69,7 @@ def quantize(
         if eval not in ("quick", "none"):
             raise UsageError(f"--eval {eval!r} is unknown; choose quick or none")
         resolved = _override(load_recipe(recipe) if recipe else Recipe(), flags)
+        _refuse_unused(resolved.method, flags)
         if resolved.model is None:
             raise UsageError("no model: give MODEL, or a --recipe that names one")
         _run(resolved, output, eval == "quick", resume, overwrite, threads, as_json)
@@ -83,6 +84,31 @@ def _group_size(text: str | None) -> int | str | None:
         return int(text)
     except ValueError:
         return text  # the recipe's validation names it
+
+
+#: Flags by recipe key; the second group only matters to methods that calibrate.
+_WEIGHT_FLAGS = ("bits", "group_size", "symmetric", "format", "ignore")
+_CALIBRATION_FLAGS = {
+    "source": "calib",
+    "samples": "calib-samples",
+    "seqlen": "calib-seqlen",
+    "seed": "seed",
+}
+
+
+def _refuse_unused(method: str, flags: dict[str, Any]) -> None:
+    """UsageError for a flag that the method would ignore; a recipe's own keys may stay."""
+    if method not in ("rtn", "none"):
+        return
+    given = [key for key in _WEIGHT_FLAGS if method == "none" and flags[key] is not None]
+    section = flags["calibration"]
+    given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
+    if given:
+        does = "calibrates" if method == "rtn" else "quantizes weights"
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} has no effect: method {method} never {does}; "
+            "leave it out, or choose another --method"
+        )
 
 
 def _override(recipe: Recipe, flags: dict[str, Any]) -> Recipe:
@@ -148,4 +174,5 @@ def _print(result: QuantizeResult, evaluations: list[Evaluation]) -> None:
     )
     if evaluations:
         stdout.print(accuracy_table(evaluations))
-    stdout.print(f"next: qdeploy serve {result.output}", soft_wrap=True)
+    step = "serve" if evaluations else "eval"  # nothing is served without a record
+    stdout.print(f"next: qdeploy {step} {result.output}", soft_wrap=True)

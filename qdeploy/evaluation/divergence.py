@@ -21,10 +21,10 @@ class Divergence:
         self._num_predicted = 0
 
     def add(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:
-        """Compare one window.
+        """Compare one window, or a piece of it.
 
         reference, model: raw logits [num_tokens, vocab], float32
-        targets: [num_tokens − 1], int64: the next token at every position but the last
+        targets: int64, the next token at every position; the window's last has none
         """
         for start in range(0, reference.shape[0], _ROWS):
             rows = slice(start, start + _ROWS)
@@ -43,7 +43,7 @@ class Divergence:
     def metrics(self) -> dict[str, float]:
         """KL in nats over all positions (mean, standard error, 99th percentile), agreement 0..1."""
         kl = torch.cat(self._kl)
-        reference_ppl, ppl = (math.exp(nll / self._num_predicted) for nll in self._nll)
+        reference_ppl, ppl = (_perplexity(nll / self._num_predicted) for nll in self._nll)
         return {
             "perplexity": ppl,
             "reference_perplexity": reference_ppl,
@@ -53,3 +53,11 @@ class Divergence:
             "kl_p99": float(torch.quantile(kl, 0.99)),
             "top1_agreement": self._agree / len(kl),
         }
+
+
+def _perplexity(nll: float) -> float:
+    """e^nll; infinite for a model so broken that no float64 holds it."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf

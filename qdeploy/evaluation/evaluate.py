@@ -57,18 +57,25 @@ def evaluate(
     runs once per window. Raises UsageError when the vocabularies differ.
     """
     progress = progress or Silent()
-    base = load_executor(reference, backend="reference", kv_config=KVCacheConfig(), threads=threads)
-    executor = load_executor(model, backend=backend, kv_config=kv_configs[0], threads=threads)
+    base = load_executor(
+        reference,
+        backend="reference",
+        kv_config=KVCacheConfig(),
+        threads=threads,
+        progress=progress,
+    )
+    executor = load_executor(
+        model, backend=backend, kv_config=kv_configs[0], threads=threads, progress=progress
+    )
     _check_comparable(executor, base, text)
     reference_engine = _scoring_engine(base, base.kv_config, text.ctx_len)
     engines = [_scoring_engine(executor.with_kv(kv), kv, text.ctx_len) for kv in kv_configs]
     totals = [Divergence() for _ in engines]
     with progress.task("evaluate", text.num_tokens * (1 + len(engines))) as task:
         for window in text.windows:
-            expected = _score(reference_engine, window, task, "reference")
-            targets = torch.tensor(window[1:])
+            expected = _score(reference_engine, window, task)
             for engine, kv, total in zip(engines, kv_configs, totals, strict=True):
-                total.add(expected, _score(engine, window, task, f"kv {kv.dtype}"), targets)
+                _compare(engine, window, expected, total, task, f"kv {kv.dtype}")
     return [
         Evaluation(
             kv_config=kv,
@@ -103,13 +110,32 @@ def _scoring_engine(executor: Executor, kv: KVCacheConfig, ctx_len: int) -> Engi
     return Engine(executor, config, eos_token_ids=frozenset())
 
 
-def _score(engine: Engine, window: Sequence[int], task: Task, note: str) -> Tensor:
-    """Raw logits [len(window), vocab], float32."""
-    chunks: list[Tensor] = []
+def _score(engine: Engine, window: Sequence[int], task: Task) -> Tensor:
+    """The reference's raw logits [len(window), vocab], float32."""
+    expected = torch.empty(len(window), engine.executor.spec.vocab_size)
 
-    def collect(_start: int, logits: Tensor) -> None:
-        chunks.append(logits)
+    def keep(start: int, logits: Tensor) -> None:
+        expected[start : start + len(logits)] = logits
+        task.advance(len(logits), "reference")
+
+    engine.score(window, keep)
+    return expected
+
+
+def _compare(
+    engine: Engine,
+    window: Sequence[int],
+    expected: Tensor,
+    total: Divergence,
+    task: Task,
+    note: str,
+) -> None:
+    """Chunk by chunk: a window of a 262k vocabulary is 2 GB, and one of them is enough."""
+    targets = torch.tensor(window[1:])
+
+    def compare(start: int, logits: Tensor) -> None:
+        rows = slice(start, start + len(logits))
+        total.add(expected[rows], logits, targets[rows])
         task.advance(len(logits), note)
 
-    engine.score(window, collect)
-    return torch.cat(chunks)
+    engine.score(window, compare)

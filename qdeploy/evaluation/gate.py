@@ -72,6 +72,8 @@ def parse_gate(text: str) -> Gate:
                 f"gate {text!r}: neither clauses like kl<0.05,top1>0.9 nor a readable file "
                 f"({error.strerror})"
             ) from None
+        except UnicodeDecodeError:
+            raise UsageError(f"gate file {text!r} is not UTF-8 text; convert it") from None
         text = ",".join(line.split("#")[0] for line in lines)
     clauses = [_parse_clause(part) for part in text.split(",") if part.strip()]
     if not clauses:

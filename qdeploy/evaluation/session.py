@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qdeploy.errors import GateError, UsageError
+from qdeploy.errors import FormatError, GateError, UsageError
 from qdeploy.evaluation.evaluate import Evaluation, evaluate
 from qdeploy.evaluation.gate import DEFAULT_GATE, Gate, parse_gate
 from qdeploy.evaluation.records import write_records
 from qdeploy.evaluation.text import default_text, load_text
+from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import Manifest, read_manifest
 from qdeploy.formats.sources import resolve_model
 from qdeploy.kv.config import KVCacheConfig
@@ -48,7 +49,12 @@ def session(
     threads: int | None = None,
     progress: Progress,
 ) -> list[Evaluation]:
-    """Score `artifact` under each KV policy on a text (default: the one that ships)."""
+    """Score `artifact` under each KV policy on a text (default: the one that ships).
+
+    Raises UsageError when the artifact's base model isn't the one that it was made from.
+    """
+    base = resolve_model(reference, progress)
+    _check_base(artifact, reference, base)
     held_out = load_text(
         text or default_text(),
         Tokenizer.load(artifact),
@@ -58,7 +64,7 @@ def session(
     )
     results = evaluate(
         artifact,
-        resolve_model(reference, progress),
+        base,
         kv_configs,
         held_out,
         gate,
@@ -69,12 +75,32 @@ def session(
     return [replace(item, reference=reference) for item in results]
 
 
+def _check_base(artifact: Path, reference: str, folder: Path) -> None:
+    manifest = read_manifest(artifact)
+    if manifest is None or manifest.base_model.name != reference:
+        return
+    expected = manifest.base_model.sha256
+    if expected is not None and open_folder(folder).weights_sha256() != expected:
+        raise UsageError(
+            f"{reference} isn't the model any more that {artifact} was made from (sha256 "
+            f"{expected[:12]}…); restore it, or give a copy with --reference"
+        )
+
+
 def quick_evaluation(
     artifact: Path, gate: Gate, threads: int | None, progress: Progress
 ) -> list[Evaluation]:
-    """The record that every new artifact gets: its KV policy, and bf16 KV beside it."""
+    """The record that every new artifact gets: its KV policy, and bf16 KV beside it.
+
+    None, with a warning, for an architecture that only other engines serve.
+    """
     manifest = read_manifest(artifact)
     assert manifest is not None  # `quantize` has just written it
+    try:
+        limit = max_len(artifact)
+    except FormatError as error:
+        progress.warn(f"accuracy isn't measured: {error}")
+        return []
     policy = manifest.kv_cache.config()
     kv_configs = [policy] if not policy.seals else [policy, replace(policy, dtype="bf16")]
     results = session(
@@ -83,7 +109,7 @@ def quick_evaluation(
         kv_configs,
         gate,
         text=None,
-        ctx_len=min(QUICK_CTX_LEN, max_len(artifact)),
+        ctx_len=min(QUICK_CTX_LEN, limit),
         max_windows=QUICK_WINDOWS,
         threads=threads,
         progress=progress,
@@ -94,8 +120,6 @@ def quick_evaluation(
 
 def max_len(artifact: Path) -> int:
     """Positions that the model takes."""
-    from qdeploy.formats.hf import open_folder
-
     return spec_from_config(open_folder(artifact).config).max_model_len
 
 

@@ -42,7 +42,7 @@ def load_text(
 ) -> EvalText:
     """Tokenize a text whole, without special tokens, and cut it into windows.
 
-    stride: 0 means ctx_len (no gap); a larger stride leaves text out between windows.
+    stride: 0 leaves no gap; more than a window's tokens of text leaves text out between windows.
     Each window starts with BOS if the tokenizer adds one by itself (Gemma is off without it).
     """
     if ctx_len < 2:
@@ -53,9 +53,10 @@ def load_text(
         raise UsageError(f"evaluation text {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"evaluation text {path} is not UTF-8; convert it first") from None
-    prefix = tokenizer.encode("")[:1]
+    prefix = [id for id in tokenizer.encode("")[:1] if id == tokenizer.hf.bos_token_id]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    body, step = ctx_len - len(prefix), stride or ctx_len
+    body = ctx_len - len(prefix)
+    step = stride or body
     starts = range(0, len(ids) - body + 1, step)
     windows = [prefix + ids[start : start + body] for start in starts][:max_windows]
     if not windows:

@@ -38,8 +38,9 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(base: Path, calib: Path, out: Path, *extra: object) -> dict[str, Any]:
-    options = ("--calib", calib, "--calib-samples", 4, "--calib-seqlen", 64, "--json")
-    return result_json(qdeploy("quantize", base, "-o", out, "--group-size", 32, *options, *extra))
+    if "rtn" not in extra:
+        extra += ("--calib", calib, "--calib-samples", 4, "--calib-seqlen", 64)
+    return result_json(qdeploy("quantize", base, "-o", out, "--group-size", 32, "--json", *extra))
 
 
 def test_quantize_inspect_eval(base: Path, calib: Path, tmp_path: Path) -> None:
@@ -104,6 +105,13 @@ def test_flags_override_a_recipe(base: Path, tmp_path: Path) -> None:
         (("quantize", "m", "-o", "x", "--group-size", "many"), "group_size"),
         (("quantize", "m", "-o", "x", "--recipe", "nope"), "nope"),
         (("quantize", "m", "-o", "x", "--eval", "slow"), "slow"),
+        (("quantize", "m", "-o", "x", "--method", "none", "--bits", "3"), "--bits"),
+        (("quantize", "m", "-o", "x", "--method", "none", "--group-size", "32"), "--group-size"),
+        (
+            ("quantize", "m", "-o", "x", "--method", "rtn", "--calib-samples", "9"),
+            "--calib-samples",
+        ),
+        (("quantize", "m", "-o", "x", "--method", "rtn", "--seed", "1"), "--seed"),
         (("quantize", "m", "-o", "x", "--gate", "kl=1"), "kl=1"),
         (("eval", "nowhere"), "nowhere"),
         (("inspect", "nowhere"), "nowhere"),
@@ -118,6 +126,46 @@ def test_bad_input_is_one_line_and_exit_2(args: tuple[str, ...], named: str) -> 
     assert "Traceback" not in result.output
     assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1
     assert not Path("x").exists()
+
+
+def test_kv_policy_that_cannot_be_fails_before_the_work(base: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "odd.yaml"
+    recipe.write_text(f"model: {base}\nmethod: rtn\nkv_cache: {{dtype: int4, block_size: 100}}\n")
+    result = qdeploy("quantize", "--recipe", recipe, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "block_size=100" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.yaml"]
+
+
+def test_a_record_that_cannot_be_kept_is_said(
+    base: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "artifact"
+    report = quantized(base, calib, out, "--method", "rtn", "--eval", "none")
+    assert report["kv_cache"] == "bf16/b64/s1/r0"
+    capacity = json.loads((out / "qdeploy.json").read_text())["capacity"]
+    assert capacity["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 2  # layers, K and V, heads, size
+
+    def read_only(*args: object) -> None:
+        raise PermissionError(13, "Permission denied", str(out / "qdeploy.json"))
+
+    monkeypatch.setattr("qdeploy.evaluation.records.write_manifest", read_only)
+    options = ("eval", out, "--ctx-len", 64, "--gate", "kl<100")
+    lenient, strict = qdeploy(*options), qdeploy(*options, "--write")
+    assert lenient.exit_code == 0, lenient.output
+    assert "the record isn't kept" in " ".join(lenient.stderr.split())
+    assert strict.exit_code == 2
+    assert "Permission denied; check" in strict.stderr
+    foreign = qdeploy("eval", base, "--reference", base, "--write")
+    assert foreign.exit_code == 2
+    assert "no qdeploy.json to write to" in foreign.stderr
+
+
+def test_p4_the_backend_is_named_with_its_reason_unless_quiet(base: Path) -> None:
+    options = ("eval", base, "--reference", base, "--ctx-len", 64)
+    assert "backend reference (the only backend" in " ".join(qdeploy(*options).stderr.split())
+    assert "backend" not in qdeploy(*options, "-q").stderr
+    assert "backend reference (asked" in qdeploy(*options, "--backend", "reference").stderr
 
 
 def test_recipe_with_a_typo_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qdeploy.errors import UsageError
-from qdeploy.evaluation.gate import parse_gate
+from qdeploy.evaluation.gate import DEFAULT_GATE, parse_gate
 
 METRICS = {
     "kl_mean": 0.1,
@@ -31,6 +31,12 @@ METRICS = {
 )
 def test_clauses_are_judged(text: str, failing: int) -> None:
     assert len(parse_gate(text).failures(METRICS)) == failing
+
+
+@pytest.mark.parametrize(("ratio", "fails"), [(1.5, False), (3.5, True), (float("inf"), True)])
+def test_q20_a_perplexity_ratio_above_3_fails_by_default(ratio: float, fails: bool) -> None:
+    failures = parse_gate(DEFAULT_GATE).failures(METRICS | {"perplexity_ratio": ratio})
+    assert bool(failures) == fails
 
 
 def test_nan_passes_no_gate() -> None:
