@@ -49,6 +49,27 @@ def test_elementwise_rows_keep_their_bits(rows: int, size: int) -> None:
         assert torch.equal(activate(x, kind)[row], activate(alone, kind)[0])
 
 
+@pytest.mark.parametrize("size", [1000, 2048, 2049])
+def test_threads_do_not_change_elements(size: int) -> None:
+    """torch splits 64 · size elements between threads at places that no vector ends at."""
+    x = random(64, size)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 7):
+            torch.set_num_threads(threads)
+            kinds = [activate(x, kind) for kind in ("silu", "gelu", "gelu_tanh")]
+            angles = rope_angles(torch.arange(700), random(32), 1.0)
+            results.append([*kinds, soft_cap(x, 3.0), rms_norm(x, x[0], 1e-6), *angles])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        assert torch.equal(activate(x[5:6], kind)[0], activate(x, kind)[5])
+    alone = rope_angles(torch.tensor([333]), random(32), 1.0)
+    assert torch.equal(alone[0][0], results[0][-2][333])
+
+
 def test_rms_norm_of_zeros_is_zero() -> None:
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
 
