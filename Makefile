@@ -29,10 +29,11 @@ $(READY): pyproject.toml CMakeLists.txt
 	touch $@
 
 # Tests run against the built wheel, from another folder: what is tested is what is shipped.
+# It is built with what .venv has: once set up, tests need no package index.
 WHEEL_ENV := build/wheel-env
 define INSTALL_WHEEL
 rm -rf build/wheel $(WHEEL_ENV)
-$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 $(BIN)/python -m venv --without-pip $(WHEEL_ENV)
 $(BIN)/python scripts/install_wheel.py build/wheel $(WHEEL_ENV)
 endef

@@ -20,7 +20,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         return Path(given)
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out)]
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", str(out)]
+    command = [sys.executable, "-m", "pip", "wheel", *options]
     subprocess.run([*command, str(CHECKOUT)], check=True)
     (path,) = out.glob("*.whl")
     return path
