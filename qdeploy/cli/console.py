@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,8 +13,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.highlighter import NullHighlighter
-from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from qdeploy.errors import QdeployError
@@ -31,16 +30,15 @@ def set_verbosity(level: int) -> None:
     global _verbosity
     _verbosity = level
     threshold = {-1: logging.ERROR, 0: logging.WARNING}.get(level, logging.INFO)
-    # Finds sys.stderr at each line, and prints above a progress bar instead of through it.
-    handler = RichHandler(
-        console=stderr,
-        show_time=False,
-        show_level=False,
-        show_path=False,
-        highlighter=NullHighlighter(),
-    )
-    logging.basicConfig(level=threshold, format="%(message)s", handlers=[handler], force=True)
+    logging.basicConfig(level=threshold, format="%(message)s", handlers=[_LogLines()], force=True)
     logging.getLogger("qdeploy").setLevel(min(threshold, logging.INFO) if level >= 0 else threshold)
+
+
+class _LogLines(logging.Handler):
+    """Log lines on stderr, above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stderr.print(self.format(record), markup=False, soft_wrap=True)
 
 
 class _BarTask:
@@ -71,16 +69,24 @@ class RichProgress:
     def info(self, message: str) -> None:
         """A line that stays, unless --quiet."""
         if _verbosity >= 0:
-            stderr.print(message, markup=False)
+            stderr.print(message, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         """A warning is shown even under --quiet."""
-        stderr.print(f"warning: {message}", style="yellow", markup=False)
+        stderr.print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """One JSON object on stdout, nothing else."""
-    print(json.dumps(data, indent=2, default=str))
+    """One JSON object on stdout, nothing else. JSON has no NaN: it becomes null."""
+    print(json.dumps(_finite(data), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def run(command: Callable[[], None]) -> None:

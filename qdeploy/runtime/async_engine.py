@@ -8,6 +8,7 @@ step. Closing a stream (a client that left) aborts its requests before the next 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -150,8 +151,9 @@ class AsyncEngine:
         self._open_samples -= stream.num_samples
         for request_id in stream.request_ids:
             self._streams.pop(request_id, None)
-        if abort and self.error is None:
-            self._send(lambda: self._abort(stream.request_ids))
+        if abort:
+            with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
+                self._send(lambda: self._abort(stream.request_ids))
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, wait up to `timeout` seconds for open ones, abort the rest."""
