@@ -64,7 +64,7 @@ class QuantizeResult:
 
 def quantize_checkpoint(
     model: str,
-    out: Path,
+    out: str | Path,
     recipe: Recipe,
     *,
     overwrite: bool = False,
