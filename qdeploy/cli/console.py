@@ -63,7 +63,9 @@ class RichProgress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        with Progress(*columns, console=stderr, transient=True, disable=_verbosity < 0) as bar:
+        # A transient bar leaves nothing in a log file but empty lines.
+        silent = _verbosity < 0 or not stderr.is_terminal
+        with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
             yield _BarTask(bar, description, total)
 
     def info(self, message: str) -> None:
