@@ -8,6 +8,7 @@ import typer
 
 from qdeploy.cli.console import set_verbosity
 from qdeploy.cli.doctor import doctor
+from qdeploy.cli.environment import bound_spinning
 from qdeploy.cli.eval import evaluate_command
 from qdeploy.cli.inspect import inspect
 from qdeploy.cli.quantize import quantize
@@ -51,4 +52,5 @@ app.command("doctor")(doctor)
 
 def main() -> None:
     """Entry point of the console script."""
+    bound_spinning()
     app()
