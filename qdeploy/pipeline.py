@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
 import time
@@ -22,8 +21,10 @@ from qdeploy.calibration.plan import QuantPlan, make_plan
 from qdeploy.calibration.resume import ResumeStore
 from qdeploy.calibration.walk import DecoderWalk, pick_sequences
 from qdeploy.errors import FormatError, UsageError
-from qdeploy.formats.artifact import ArtifactWriter
-from qdeploy.formats.hf import TensorFolder, open_folder
+from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
+from qdeploy.formats.checkpoint import open_checkpoint
+from qdeploy.formats.hf import open_folder
+from qdeploy.formats.inspect import bits_per_weight, readers_of
 from qdeploy.formats.manifest import (
     BaseModelRecord,
     CalibrationRecord,
@@ -47,7 +48,9 @@ FEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeResult:
-    """What was made. Sizes are bytes of safetensors files; bits count the quantized linears."""
+    """What was made. Sizes are bytes of safetensors files; bits_per_weight is of the stored
+    decoder linears, scales and all; readers: other engines tested on such files.
+    """
 
     output: Path
     size_bytes: int
@@ -56,6 +59,7 @@ class QuantizeResult:
     scheme: str
     format: str
     kv_cache: str
+    readers: list[str] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: float
     peak_rss_bytes: int
@@ -69,6 +73,7 @@ def quantize_checkpoint(
     *,
     overwrite: bool = False,
     resume: bool = True,
+    max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> QuantizeResult:
     """Quantize `model` (any reference that `resolve_model` takes) into the artifact folder `out`.
@@ -76,7 +81,8 @@ def quantize_checkpoint(
     Raises a QdeployError before any calibration when the recipe can't be honoured. A killed run
     goes on from its last finished layer, unless `resume` is False or anything changed.
     """
-    return _Run(model, Path(out), recipe, progress or Silent()).run(overwrite, resume)
+    run = _Run(model, Path(out), recipe, progress or Silent())
+    return run.run(overwrite, resume, max_shard_size)
 
 
 class _Run:
@@ -94,13 +100,16 @@ class _Run:
         self.layers: list[LayerRecord] = []
         self._written: set[str] = set()
 
-    def run(self, overwrite: bool, resume: bool) -> QuantizeResult:
+    def run(self, overwrite: bool, resume: bool, max_shard_size: int) -> QuantizeResult:
         """Write the artifact; see quantize_checkpoint."""
         for note in self.plan.notes:
             self.progress.info(note)
         store: ResumeStore | None = None
         data: CalibrationData | None = None
-        with ArtifactWriter(self.out, self.folder, overwrite=overwrite) as writer:
+        writing = ArtifactWriter(
+            self.out, self.folder, overwrite=overwrite, max_shard_size=max_shard_size
+        )
+        with writing as writer:
             if self.walk is not None:
                 data = self._calibration()
                 fingerprint = self._fingerprint(data)
@@ -240,6 +249,7 @@ class _Run:
     def _result(self) -> QuantizeResult:
         size, source = _weight_bytes(self.out), _weight_bytes(self.folder.path)
         self.progress.info(f"size: {source / 1e6:.1f} MB before, {size / 1e6:.1f} MB after")
+        written = open_checkpoint(self.out)  # what was written must open again
         quantized = self.plan.method is not None
         if quantized and size >= source:
             self._warn(f"the artifact ({size} bytes) is not smaller than its source ({source})")
@@ -247,7 +257,8 @@ class _Run:
             output=self.out,
             size_bytes=size,
             source_bytes=source,
-            bits_per_weight=self.plan.bits_per_weight if quantized else _dense_bits(self.folder),
+            bits_per_weight=bits_per_weight(written) or 0.0,
+            readers=readers_of(written),
             scheme=self.plan.scheme.name if quantized else "dense",
             format=self.plan.format,
             kv_cache=self.kv.key,
@@ -284,12 +295,6 @@ def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | No
 
 def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _dense_bits(folder: TensorFolder) -> float:
-    counts = {name: math.prod(folder.shape(name)) for name in folder.names()}
-    bits = sum(count * folder.dtype(name).itemsize * 8 for name, count in counts.items())
-    return bits / max(sum(counts.values()), 1)
 
 
 def _peak_rss_bytes() -> int:

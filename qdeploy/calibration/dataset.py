@@ -142,7 +142,20 @@ def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             raise CalibrationError(
                 f'{path}, line {number}: needs the key "text" or "messages"; add one'
             )
+        if not _are_messages(row.get("messages")):
+            raise CalibrationError(
+                f'{path}, line {number}: "messages" must be a list of objects with "role" and '
+                '"content"; correct the row'
+            )
         yield row
+
+
+def _are_messages(value: object) -> bool:
+    """Whether a row's `messages` can be given to a chat template; absent or null is fine."""
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(item, dict) and "role" in item and "content" in item for item in value)
+    )
 
 
 def _row_ids(

@@ -41,13 +41,6 @@ class QuantPlan:
     dense: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits of codes, float16 scales and zero points per quantized weight."""
-        weights = sum(out * columns for out, columns in self.shapes.values())
-        groups = sum(out * self.scheme.groups(columns) for out, columns in self.shapes.values())
-        return self.scheme.bits + groups * (16 + self.scheme.bits) / weights
-
     def quantization_config(self) -> dict[str, Any] | None:
         """config.json's `quantization_config`; None when nothing is quantized."""
         if self.method is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdeploy.cli.console import RichProgress, print_json, run, stdout
-from qdeploy.cli.options import Json, Quiet, Threads, Verbose
+from qdeploy.cli.options import Json, Quiet, Threads, Verbose, parse_size
 from qdeploy.errors import UsageError
 from qdeploy.recipes import Recipe, load_recipe, parse_recipe
 
@@ -41,6 +41,7 @@ def quantize(
     eval: Annotated[str, typer.Option(help="quick or none.")] = "quick",
     gate: Annotated[str | None, typer.Option(help="E.g. kl<0.2,top1>0.7, or a file.")] = None,
     threads: Threads = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
     as_json: Json = False,
     verbose: Verbose = 0,
@@ -72,7 +73,8 @@ def quantize(
         _refuse_unused(resolved.method, flags)
         if resolved.model is None:
             raise UsageError("no model: give MODEL, or a --recipe that names one")
-        _run(resolved, output, eval == "quick", resume, overwrite, threads, as_json)
+        shard = parse_size(max_shard_size, "--max-shard-size")
+        _run(resolved, output, eval == "quick", resume, overwrite, shard, threads, as_json)
 
     run(body)
 
@@ -128,6 +130,7 @@ def _run(
     measure: bool,
     resume: bool,
     overwrite: bool,
+    max_shard_size: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -143,7 +146,13 @@ def _run(
 
         torch.set_num_threads(threads)
     result = quantize_checkpoint(
-        recipe.model, output, recipe, overwrite=overwrite, resume=resume, progress=progress
+        recipe.model,
+        output,
+        recipe,
+        overwrite=overwrite,
+        resume=resume,
+        max_shard_size=max_shard_size,
+        progress=progress,
     )
     evaluations = quick_evaluation(output, gate, threads, progress) if measure else []
     if as_json:
@@ -172,6 +181,7 @@ def _print(result: QuantizeResult, evaluations: list[Evaluation]) -> None:
         f"{result.bits_per_weight:.2f} bits per weight, {result.seconds:.0f} s",
         soft_wrap=True,
     )
+    stdout.print(f"other readers tested: {'; '.join(result.readers) or 'none'}", soft_wrap=True)
     if evaluations:
         stdout.print(accuracy_table(evaluations))
     step = "serve" if evaluations else "eval"  # nothing is served without a record

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from qdeploy.cli import app
+from qdeploy.formats.hf import open_folder
 from tiny_models import tiny_checkpoint
 
 runner = CliRunner()
@@ -83,6 +84,15 @@ def test_q18_options_reach_the_artifact(base: Path, calib: Path, tmp_path: Path)
         quantized(base, calib, out, "--method", "rtn", "--eval", "none", "--group-size", group_size)
         configs.append(json.loads((out / "config.json").read_text())["quantization_config"])
     assert [config["group_size"] for config in configs] == [16, 32]
+
+
+def test_a09_shards_hold_every_tensor_once(base: Path, calib: Path, tmp_path: Path) -> None:
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    for out, extra in ((whole, ()), (sharded, ("--max-shard-size", "40KB"))):
+        quantized(base, calib, out, "--method", "rtn", "--eval", "none", *extra)
+    weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 1
+    assert open_folder(sharded).weights_sha256() == open_folder(whole).weights_sha256()
 
 
 def test_flags_override_a_recipe(base: Path, tmp_path: Path) -> None:
