@@ -56,7 +56,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; special tokens in the text are recognized, as for a raw prompt."""
-        return cast("list[int]", self.hf.encode(text, add_special_tokens=add_special_tokens))
+        # verbose: transformers would warn of a text longer than the context, which evaluation cuts
+        ids = self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return cast("list[int]", ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text, without clean-up of spaces."""
