@@ -153,8 +153,7 @@ def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def _are_messages(value: object) -> bool:
     """Whether a row's `messages` can be given to a chat template; absent or null is fine."""
     return value is None or (
-        isinstance(value, list)
-        and all(isinstance(item, dict) and "role" in item and "content" in item for item in value)
+        isinstance(value, list) and all(isinstance(item, dict) for item in value)
     )
 
 
