@@ -24,27 +24,6 @@ def dequantize(
     return (codes.float() - zeros) * expand_groups(scales.float(), in_features, g_idx)
 
 
-def min_max_qparams(weight: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """Scales float32 and zero points uint8, both [out, groups], of min-max quantization.
-
-    weight: [out, in]. The range always includes 0, so that zero is exact and the zero point
-    fits (an all-positive group would need z < 0). Symmetric: scale = absmax / ((2^b − 1) / 2),
-    the convention of GPTQ and compressed-tensors. An all-zero group gets scale 1.
-    """
-    groups = scheme.groups(weight.shape[1])
-    grouped = weight.float().view(weight.shape[0], groups, -1)
-    low = grouped.amin(-1).clamp(max=0)
-    high = grouped.amax(-1).clamp(min=0)
-    if scheme.symmetric:
-        scales = torch.maximum(high, -low) * (2 / scheme.max_code)
-        zeros = torch.full_like(scales, scheme.mid_code)
-    else:
-        scales = (high - low) / scheme.max_code
-        zeros = (-low / scales.clamp(min=torch.finfo(torch.float32).tiny)).round()
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    return scales, zeros.clamp(0, scheme.max_code).to(torch.uint8)
-
-
 def quantize(
     weight: Tensor,
     scales: Tensor,

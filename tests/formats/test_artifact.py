@@ -25,7 +25,7 @@ from qdeploy.formats.manifest import (
     write_manifest,
 )
 from qdeploy.formats.weight_format import WEIGHT_FORMATS
-from qdeploy.quantization.numerics import min_max_qparams, quantize
+from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
 SCHEME = QuantScheme(group_size=64)
@@ -50,10 +50,7 @@ def linears(base: TensorFolder) -> list[str]:
 
 def quantized(base: TensorFolder, module: str, scheme: QuantScheme = SCHEME) -> QuantizedLinear:
     weight = base.tensor(f"{module}.weight").float()
-    scales, zeros = min_max_qparams(weight, scheme)
-    scales = scales.half()
-    codes = quantize(weight, scales, zeros, scheme)
-    return QuantizedLinear(codes=codes, scales=scales, zero_points=zeros, scheme=scheme)
+    return rtn_quantize(weight, scheme)
 
 
 def fill(
