@@ -127,10 +127,9 @@ class Manifest(_Record):
                 raise ValueError(f"{name!r} is not a plain file name")
         return files
 
-    def record_for(self, config: KVCacheConfig) -> AccuracyRecord | None:
-        """The newest record of the KV policy, whatever its backend; None when there is none."""
-        matching = [record for record in self.accuracy if record.key == config.key]
-        return matching[-1] if matching else None
+    def records_for(self, config: KVCacheConfig) -> list[AccuracyRecord]:
+        """The records of the KV policy, whatever their backend; the newest last."""
+        return [record for record in self.accuracy if record.key == config.key]
 
     def with_record(self, record: AccuracyRecord) -> Manifest:
         """A copy with `record` last, in place of one of the same policy, backend and act."""

@@ -44,7 +44,7 @@ def check_verified(
 
 def _record(manifest: Manifest, kv: KVCacheConfig, backend: str) -> AccuracyRecord | None:
     """The newest record of the backend, else of any; for "auto" one that passed if there is."""
-    matching = [record for record in manifest.accuracy if record.key == kv.key]
+    matching = manifest.records_for(kv)
     if backend == "auto":
         preferred = [record for record in matching if record.passed is not False]
     else:

@@ -131,12 +131,11 @@ def test_numbers_that_json_lacks_survive(tmp_path: Path) -> None:
 def test_records_are_found_by_kv_policy() -> None:
     int8 = KVCacheConfig(dtype="int8")
     two = manifest().with_record(record(INT4)).with_record(record(int8))
-    found = two.record_for(INT4)
-    assert found is not None
+    found = two.records_for(INT4)[-1]
     assert found.key == INT4.key
-    assert two.record_for(KVCacheConfig(dtype="int4", block_size=32)) is None
-    assert two.record_for(KVCacheConfig(dtype="int4", sink_blocks=0)) is None
-    assert two.record_for(KVCacheConfig(dtype="int4", residual_blocks=1)) is None
+    assert two.records_for(KVCacheConfig(dtype="int4", block_size=32)) == []
+    assert two.records_for(KVCacheConfig(dtype="int4", sink_blocks=0)) == []
+    assert two.records_for(KVCacheConfig(dtype="int4", residual_blocks=1)) == []
 
 
 def test_a_new_record_replaces_its_own_kind_only() -> None:
@@ -144,8 +143,7 @@ def test_a_new_record_replaces_its_own_kind_only() -> None:
     again = start.with_record(record(passed=False))
     assert [(r.backend, r.passed) for r in again.accuracy] == [("reference", True), ("cpu", False)]
     assert len(start.accuracy) == 2
-    newest = again.record_for(INT4)
-    assert newest is not None
+    newest = again.records_for(INT4)[-1]
     assert newest.passed is False
     assert len(start.with_record(record(act="int8")).accuracy) == 3
 
