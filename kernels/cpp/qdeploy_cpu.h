@@ -1,0 +1,97 @@
+// C ABI of the CPU engine. Built once per instruction set from the same sources; the layouts below
+// are the same for all of them. Every pointer belongs to the caller and outlives the model; structs
+// are plain data that Python fills through ctypes (qdeploy_kernels/cpu/abi.py mirrors this file).
+//
+// Tiles. A matrix [rows, cols] is cut in tiles of 32 rows (padded with zero rows), each tile_bytes
+// long and 64-byte aligned; half h, lane n stand for row 32·t + 16·h + n.
+//   W4    for each 8 columns k: [2 halves][16 lanes][4 bytes], byte b = code(k + b) | code(k + 4 + b) << 4
+//   W8    for each 4 columns k: [2 halves][16 lanes][4 bytes], byte b = code(k + b)
+//         then float16 scales [cols / group][32], then, unless symmetric, uint8 zero points
+//         [cols / group][32]. W4 holds codes of 2, 3 and 4 bits. weight = (code − zero) · scale;
+//         a symmetric matrix has zero = 8 (W4) or 128 (W8).
+//   BF16  for each 2 columns k (the last one padded): [2 halves][16 lanes][2] bfloat16
+//   F32   for each column: [2 halves][16 lanes] float32
+// group divides cols and is a multiple of 8 (W4, W8); it is also the group of dynamic int8 activations.
+// gate_up holds row r of gate in half 0 and row r of up in half 1 of tile r / 16; its `rows` is
+// twice the inner size.
+#pragma once
+#include <stdint.h>
+
+#define QD_API extern "C" __attribute__((visibility("default")))
+#define QD_ABI_VERSION 1
+
+enum qd_kind { QD_W4 = 0, QD_W8 = 1, QD_BF16 = 2, QD_F32 = 3 };
+enum qd_activation { QD_SILU = 0, QD_GELU_TANH = 1, QD_GELU = 2 };
+enum qd_act_mode { QD_ACT_INT8 = 0, QD_ACT_FP32 = 1 };
+enum qd_kv_dtype { QD_KV_BF16 = 0, QD_KV_INT8 = 1, QD_KV_INT4 = 2, QD_KV_K8V4 = 3, QD_KV_FP8 = 4 };
+
+struct qd_matrix {
+    int32_t rows, cols, kind, group, symmetric, reserved;
+    int64_t tile_bytes;
+    const uint8_t* tiles;
+    const float* bias;           // [rows rounded up to 32] or null; gate_up: in the order of its tiles
+    const int32_t* permutation;  // [cols] or null: the input feature that column c multiplies
+};
+
+// Norm weights hold the offset of (1 + w) norms already; null where the model has none.
+struct qd_layer {
+    qd_matrix qkv, o, gate_up, down;   // qkv: rows of q, then k, then v
+    const float *input_norm, *post_attention_norm, *pre_feedforward_norm, *post_feedforward_norm;
+    const float *q_norm, *k_norm;      // [head_dim]
+    int32_t window;                    // a query sees that many newest keys; 0: all
+    int32_t rope;                      // row of inverse_frequencies
+};
+
+struct qd_model {
+    int32_t num_layers, hidden, inner, q_heads, kv_heads, head_dim, vocab;
+    int32_t activation, sandwich_norms, act_mode, num_ropes, reserved;
+    float norm_eps, attention_scale, embedding_multiplier;
+    float attention_cap, logit_cap;    // 0: none
+    float reserved_float;
+    const float* inverse_frequencies;  // [num_ropes, head_dim / 2], radians per position
+    const float* rope_scales;          // [num_ropes], factor of cosines and sines
+    const float* norm;                 // [hidden]
+    const qd_layer* layers;
+    qd_matrix embedding, head;
+};
+
+struct qd_kv {
+    int32_t dtype, block_size, sink_blocks, residual_blocks;
+};
+
+// One step, as SequenceSlice has it. Tables are concatenated; slice s has ceil(end / block_size)
+// entries in each, from table_starts[s]; −1: no block.
+struct qd_step {
+    int32_t num_slices, num_tokens;
+    const int32_t *token_ids, *starts, *counts, *num_logits;
+    const int64_t* table_starts;
+    const int32_t *open_blocks, *sealed_blocks;
+    float* logits;                     // rows of vocab values, logits_stride apart
+    int64_t logits_stride;             // ≥ vocab rounded up to 32; the padding is scratch
+};
+
+QD_API int32_t qd_abi_version();
+// The instruction set of this build, e.g. "avx512", "avx2", "portable".
+QD_API const char* qd_isa();
+// The message of this thread's last failed call.
+QD_API const char* qd_error();
+
+// A model (which must outlive its engines) with a pool of threads; null on failure.
+QD_API void* qd_model_create(const qd_model* model, int32_t threads);
+QD_API void qd_model_destroy(void* model);
+
+// KV pools and step scratch over a model. Steps of one model run one at a time.
+QD_API void* qd_engine_create(void* model, const qd_kv* kv);
+QD_API void qd_engine_destroy(void* engine);
+QD_API int64_t qd_open_block_bytes(const void* engine);
+QD_API int64_t qd_sealed_block_bytes(const void* engine);
+// 0, or −1 when there is no memory. Drops what the pools held before.
+QD_API int32_t qd_kv_allocate(void* engine, int32_t num_open, int32_t num_sealed);
+// 0, or −1 with a message when the step is malformed; then nothing was computed.
+QD_API int32_t qd_execute(void* engine, const qd_step* step);
+
+// For benchmarks: seconds of the fastest of `repeats` streaming reads of `bytes` by the model's threads.
+QD_API double qd_read_seconds(void* model, int64_t bytes, int32_t repeats);
+
+// For tests: out[rows, matrix.rows rounded up to 32] = x[rows, cols] · matrixᵀ + bias, float32.
+QD_API int32_t qd_linear(void* model, const qd_matrix* matrix, const float* x, int32_t rows, float* out);
