@@ -28,8 +28,8 @@ class ModelTensors:
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def weight(self, module: str) -> Tensor:
-        return self._tensors[f"{module}.weight"].float()
+    def linear(self, module: str) -> Tensor:
+        return self._tensors[f"{module}.weight"]
 
 
 def executor_of(model: PreTrainedModel, config: KVCacheConfig) -> ReferenceExecutor:

@@ -1,8 +1,8 @@
-"""A decoder's weights as float32 tensors, read from a checkpoint of any format."""
+"""A decoder's weights from a checkpoint of any format: as stored, or all in float32."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from qdeploy.errors import FormatError
 from qdeploy.formats.checkpoint import Checkpoint
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
+from qdeploy.quantization.scheme import QuantizedLinear
+
+#: A weight matrix in its stored form.
+Stored = QuantizedLinear | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +43,98 @@ class DecoderWeights:
     head: Tensor
 
 
+class WeightSource:
+    """A checkpoint's tensors as one decoder has them, each read, checked and returned when asked.
+
+    Weights come in their stored form: a QuantizedLinear (its bias beside it, not in it) or a dense
+    tensor [out, in] of the file's dtype, which may be the file's own mapping: copy, don't write.
+    Every method raises FormatError that names the tensor when one is missing, of another shape,
+    or holds a non-finite number.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+        self._checkpoint, self._spec = checkpoint, spec
+        self._shapes = {name: (shape, bias) for name, shape, bias in linear_shapes(spec)}
+        self._norms = norm_sizes(spec)
+        self._table = (spec.vocab_size, spec.hidden_size)
+        self._embedding: Stored | None = None
+
+    def linear(self, layer: int, name: str) -> tuple[Stored, Tensor | None]:
+        """A linear of `linear_shapes` and its bias, float32 [out] or None."""
+        module = f"model.layers.{layer}.{name}"
+        shape, has_bias = self._shapes[name]
+        bias = _bias(self._checkpoint, f"{module}.bias", shape[0], has_bias)
+        return self._matrix(module, shape), bias
+
+    def norm(self, layer: int, name: str) -> Tensor:
+        """A norm of `norm_sizes`, float32, with the offset added (1 + w)."""
+        full = f"model.layers.{layer}.{name}.weight"
+        return _vector(self._checkpoint, full, self._norms[name]) + self._spec.norm_offset
+
+    def final_norm(self) -> Tensor:
+        """The norm before the head, float32 [hidden], with the offset added."""
+        size = self._spec.hidden_size
+        return _vector(self._checkpoint, "model.norm.weight", size) + self._spec.norm_offset
+
+    def embedding(self) -> Stored:
+        """The table [vocab, hidden] that tokens are looked up in."""
+        if self._embedding is None:
+            self._embedding = self._matrix("model.embed_tokens", self._table)
+        return self._embedding
+
+    def head(self) -> Stored | None:
+        """The matrix [vocab, hidden] of the logits; None when it is the embedding.
+
+        A stored head that differs wins over the config's tie, as in transformers 5; a packed one
+        always counts.
+        """
+        stored = any(self._checkpoint.has(f"lm_head.{name}") for name in _MAIN_TENSORS)
+        if self._spec.tied_embeddings and not stored:
+            return None
+        head = self._matrix("lm_head", self._table)
+        return None if _same(head, self.embedding()) else head
+
+    def _matrix(self, module: str, shape: tuple[int, int]) -> Stored:
+        weight = self._checkpoint.linear(module)
+        if isinstance(weight, Tensor):
+            return _checked(weight, f"{module}.weight", shape)
+        _check_shape(weight.shape, f"{module}.weight", shape)
+        _check_finite(weight.scales.float() * weight.scheme.max_code, f"{module}.scales")
+        return replace(weight, bias=None)
+
+
 #: How the formats name a linear's main tensor.
-_HEAD_TENSORS = ("weight", "qweight", "weight_packed")
+_MAIN_TENSORS = ("weight", "qweight", "weight_packed")
 
 
 def load_weights(checkpoint: Checkpoint, spec: DecoderSpec, progress: Progress) -> DecoderWeights:
-    """Read and dequantize everything.
-
-    Raises FormatError that names the tensor when one is missing, of another shape, or holds a
-    non-finite number.
-    """
+    """Read and dequantize everything; raises FormatError as WeightSource does."""
+    source = WeightSource(checkpoint, spec)
     with progress.task("load weights", spec.num_layers) as task:
         layers = []
         for index in range(spec.num_layers):
-            layers.append(_load_layer(checkpoint, spec, f"model.layers.{index}"))
+            layers.append(_load_layer(source, spec, index))
             task.advance(note=f"layer {index}")
-    shape = (spec.vocab_size, spec.hidden_size)
-    embedding = _matrix(checkpoint, "model.embed_tokens", shape)
-    norm = _vector(checkpoint, "model.norm.weight", spec.hidden_size) + spec.norm_offset
-    head = _load_head(checkpoint, spec, embedding)
-    return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
+    embedding, head = dense(source.embedding()), source.head()
+    return DecoderWeights(
+        embedding=embedding,
+        layers=layers,
+        norm=source.final_norm(),
+        head=embedding if head is None else dense(head),
+    )
 
 
-def _load_head(checkpoint: Checkpoint, spec: DecoderSpec, embedding: Tensor) -> Tensor:
-    """The embedding when tied. A stored head that differs wins over the config, as in
-    transformers 5; a packed one always counts.
-    """
-    stored = any(checkpoint.has(f"lm_head.{name}") for name in _HEAD_TENSORS)
-    if spec.tied_embeddings and not stored:
-        return embedding
-    head = _matrix(checkpoint, "lm_head", (spec.vocab_size, spec.hidden_size))
-    return embedding if torch.equal(head, embedding) else head
+def dense(weight: Stored) -> Tensor:
+    """The weight [out, in] as an own float32 tensor, dequantized if it is quantized."""
+    return _own(weight) if isinstance(weight, Tensor) else weight.dequantize()
 
 
-def _load_layer(checkpoint: Checkpoint, spec: DecoderSpec, prefix: str) -> LayerWeights:
-    linears = {
-        name: Linear(
-            _matrix(checkpoint, f"{prefix}.{name}", shape),
-            _bias(checkpoint, f"{prefix}.{name}.bias", shape[0], has_bias),
-        )
-        for name, shape, has_bias in linear_shapes(spec)
-    }
-    norms = {
-        name: _vector(checkpoint, f"{prefix}.{name}.weight", size) + spec.norm_offset
-        for name, size in norm_sizes(spec).items()
-    }
+def _load_layer(source: WeightSource, spec: DecoderSpec, index: int) -> LayerWeights:
+    linears = {}
+    for name, _, _ in linear_shapes(spec):
+        weight, bias = source.linear(index, name)
+        linears[name] = Linear(dense(weight), bias)
+    norms = {name: source.norm(index, name) for name in norm_sizes(spec)}
     return LayerWeights(linears=linears, norms=norms)
 
 
@@ -113,12 +164,15 @@ def norm_sizes(spec: DecoderSpec) -> dict[str, int]:
     return sizes
 
 
-def _matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> Tensor:
-    return _checked(checkpoint.weight(module), f"{module}.weight", shape)
+def _same(head: Stored, embedding: Stored) -> bool:
+    """Whether two dense tables hold the same numbers in the same dtype."""
+    if not isinstance(head, Tensor) or not isinstance(embedding, Tensor):
+        return False
+    return head.dtype == embedding.dtype and torch.equal(head, embedding)
 
 
 def _vector(checkpoint: Checkpoint, name: str, size: int) -> Tensor:
-    return _checked(checkpoint.tensor(name), name, (size,))
+    return _own(_checked(checkpoint.tensor(name), name, (size,)))
 
 
 def _bias(checkpoint: Checkpoint, name: str, size: int, expected: bool) -> Tensor | None:
@@ -132,9 +186,21 @@ def _bias(checkpoint: Checkpoint, name: str, size: int, expected: bool) -> Tenso
 
 
 def _checked(tensor: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor as an own float32 copy: a file's mapping isn't aligned as kernels like it."""
-    if tuple(tensor.shape) != shape:
-        raise FormatError(f"{name} has shape {list(tensor.shape)}; config.json says {list(shape)}")
+    _check_shape(tuple(tensor.shape), name, shape)
+    _check_finite(tensor, name)
+    return tensor
+
+
+def _check_shape(found: tuple[int, ...], name: str, shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise FormatError(f"{name} has shape {list(found)}; config.json says {list(shape)}")
+
+
+def _check_finite(tensor: Tensor, name: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise FormatError(f"{name} holds NaN or infinite weights; quantize the model again")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """An own float32 copy: a file's mapping isn't aligned as kernels like it."""
     return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
