@@ -1,0 +1,158 @@
+"""Packs matrices into the tiles that kernels/cpp/qdeploy_cpu.h describes, and unpacks them.
+
+Rows stand in tile order here: padded to whole tiles of 32 rows (`stack_rows`), or gate and up
+interleaved by 16 (`interleave_rows`). Columns of a quantized matrix stand group by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdeploy_kernels.cpu import abi
+from qdeploy_kernels.cpu.abi import Kind
+
+TILE_ROWS = 32
+ALIGNMENT = 64
+#: The zero point of a symmetric matrix.
+MIDDLE = {Kind.W4: 8, Kind.W8: 128}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileMatrix:
+    """A packed matrix [rows, cols]; the fields are those of qd_matrix.
+
+    tiles: uint8 [num_tiles, tile_bytes]; bias: float32 [num_tiles · 32] in tile order, or None
+    permutation: int32 [cols], the input feature of each column, or None
+    """
+
+    kind: Kind
+    rows: int
+    cols: int
+    group: int
+    symmetric: bool
+    tiles: NDArray[np.uint8]
+    bias: NDArray[np.float32] | None = None
+    permutation: NDArray[np.int32] | None = None
+
+    def struct(self) -> abi.Matrix:
+        """qd_matrix over these arrays, which the caller must keep alive."""
+        return abi.Matrix(
+            rows=self.rows,
+            cols=self.cols,
+            kind=self.kind,
+            group=self.group,
+            symmetric=self.symmetric,
+            tile_bytes=self.tiles.shape[1],
+            tiles=self.tiles.ctypes.data,
+            bias=None if self.bias is None else self.bias.ctypes.data,
+            permutation=None if self.permutation is None else self.permutation.ctypes.data,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """A quantized matrix before packing: weight = (codes − zeros) · scales.
+
+    codes: uint8 [rows, cols]; scales: float16 and zeros: uint8, both [rows, cols / group]
+    """
+
+    kind: Kind
+    group: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+
+def stack_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate parts [rows, …] and pad with zero rows to whole tiles."""
+    joined = torch.cat(list(parts))
+    return _pad(joined, TILE_ROWS)
+
+
+def interleave_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Gate and up [n, …]: row r of gate in half 0, row r of up in half 1 of tile r / 16."""
+    half = TILE_ROWS // 2
+    halves = [_pad(part, half).unflatten(0, (-1, half)) for part in parts]
+    return torch.stack(halves, dim=1).flatten(0, 2)
+
+
+def _pad(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[0] % multiple
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
+
+def pack_codes(matrix: Codes, rows: int) -> TileMatrix:
+    """Pack W4 or W8. Rows of `matrix` are in tile order; `rows` counts those that aren't padding.
+
+    Zero points aren't stored where every one is, or can be made, the middle code: codes and zero
+    points of a group may move together without changing a weight.
+    """
+    centred = _centred(matrix)
+    codes = matrix.codes if centred is None else centred
+    parts = [_code_bytes(codes, matrix.kind), _lanes(matrix.scales.half()).view(torch.uint8)]
+    if centred is None:
+        parts.append(_lanes(matrix.zeros))
+    tiles = torch.cat([part.flatten(1) for part in parts], dim=1)
+    missing = -tiles.shape[1] % ALIGNMENT
+    return TileMatrix(
+        kind=matrix.kind,
+        rows=rows,
+        cols=codes.shape[1],
+        group=matrix.group,
+        symmetric=centred is not None,
+        tiles=torch.nn.functional.pad(tiles, (0, missing)).numpy(),
+    )
+
+
+def pack_dense(weight: Tensor, rows: int) -> TileMatrix:
+    """Pack [padded rows, cols] in tile order as BF16 where that loses nothing, else as F32."""
+    weight = weight.float()
+    short = weight.to(torch.bfloat16)
+    exact = torch.equal(short.float(), weight)
+    lanes = short if exact else weight
+    if exact:
+        lanes = torch.nn.functional.pad(lanes, (0, weight.shape[1] % 2))
+    per_column = 2 if exact else 1
+    grouped = lanes.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, per_column))
+    tiles = grouped.permute(0, 2, 1, 3).contiguous().flatten(1).view(torch.uint8)
+    return TileMatrix(
+        kind=Kind.BF16 if exact else Kind.F32,
+        rows=rows,
+        cols=weight.shape[1],
+        group=0,
+        symmetric=False,
+        tiles=tiles.numpy(),
+    )
+
+
+def _centred(matrix: Codes) -> Tensor | None:
+    """Codes with the middle as zero point in every group that has weights; None if they can't."""
+    middle = MIDDLE[matrix.kind]
+    if bool(((matrix.zeros == middle) | (matrix.scales == 0)).all()):
+        return matrix.codes
+    grouped = matrix.codes.unflatten(1, (-1, matrix.group))
+    moved = grouped.short() + (middle - matrix.zeros.short()).unsqueeze(-1)
+    moved = torch.where((matrix.scales == 0).unsqueeze(-1), middle, moved)
+    if int(moved.min()) < 0 or int(moved.max()) >= 2 * middle:
+        return None
+    return moved.to(torch.uint8).flatten(1)
+
+
+def _code_bytes(codes: Tensor, kind: Kind) -> Tensor:
+    """uint8 [tiles, column blocks, 32 lanes, 4 bytes]."""
+    lanes = codes.view(-1, TILE_ROWS, codes.shape[1])
+    if kind is Kind.W8:
+        return lanes.view(*lanes.shape[:2], -1, 4).transpose(1, 2)
+    eights = lanes.view(*lanes.shape[:2], -1, 2, 4)
+    return (eights[..., 0, :] | eights[..., 1, :] << 4).transpose(1, 2)
+
+
+def _lanes(per_group: Tensor) -> Tensor:
+    """[padded rows, groups] → [tiles, groups, 32]."""
+    return per_group.view(-1, TILE_ROWS, per_group.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,54 @@
+"""Reads tiles byte by byte, as qdeploy_cpu.h words it: slow, and no code of the packer's."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qdeploy_kernels.cpu.abi import Kind
+from qdeploy_kernels.cpu.tiles import TileMatrix
+
+
+def unpack(matrix: TileMatrix) -> Tensor:
+    """Weights [num_tiles · 32, cols], float64, rows in tile order, columns as input features."""
+    out = torch.zeros(len(matrix.tiles) * 32, matrix.cols, dtype=torch.float64)
+    for tile, data in enumerate(matrix.tiles):
+        for row in range(32):
+            weights = _row(matrix, data.tobytes(), row)
+            for column, weight in enumerate(weights):
+                feature = column if matrix.permutation is None else matrix.permutation[column]
+                out[32 * tile + row, feature] = weight
+    return out
+
+
+def _row(matrix: TileMatrix, data: bytes, row: int) -> list[float]:
+    if matrix.kind is Kind.F32:
+        return [struct.unpack_from("<f", data, (k * 32 + row) * 4)[0] for k in range(matrix.cols)]
+    if matrix.kind is Kind.BF16:
+        return [_bfloat16(data, (k // 2 * 32 + row) * 4 + k % 2 * 2) for k in range(matrix.cols)]
+    groups = matrix.cols // matrix.group
+    per_byte = 2 if matrix.kind is Kind.W4 else 1
+    scales_at = 32 * matrix.cols // per_byte
+    zeros_at = scales_at + 64 * groups
+    weights = []
+    for k in range(matrix.cols):
+        at = k // matrix.group * 32 + row
+        (scale,) = struct.unpack_from("<e", data, scales_at + 2 * at)
+        zero = data[zeros_at + at] if not matrix.symmetric else 128 // 16 ** (per_byte - 1)
+        weights.append((_code(matrix.kind, data, k, row) - zero) * scale)
+    return weights
+
+
+def _code(kind: Kind, data: bytes, k: int, row: int) -> int:
+    if kind is Kind.W8:
+        return data[(k // 4 * 32 + row) * 4 + k % 4]
+    byte = data[(k // 8 * 32 + row) * 4 + k % 4]
+    return byte >> 4 if k % 8 >= 4 else byte & 15
+
+
+def _bfloat16(data: bytes, at: int) -> float:
+    (bits,) = struct.unpack_from("<H", data, at)
+    return float(np.array([bits << 16], dtype=np.uint32).view(np.float32)[0])
