@@ -13,15 +13,16 @@ ROOT := $(CURDIR)
 RECIPES := $(basename $(notdir $(wildcard recipes/*.yaml)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup test test-slow check demo clean help
+.PHONY: setup test test-slow check demo bench kernels kernels-asan kernels-arm clean help
 help:
-	@echo "make demo | test | test-slow | check | setup | clean"
+	@echo "make demo | test | test-slow | check | setup | bench | clean"
+	@echo "make kernels | kernels-asan | kernels-arm"
 	@echo "make quantize-RECIPE | eval-RECIPE | serve-RECIPE, with RECIPE one of: $(RECIPES)"
 
 setup: $(READY)
 
 # torch comes first and alone, so that TORCH_INDEX serves only what it is meant for.
-$(READY): pyproject.toml CMakeLists.txt
+$(READY): pyproject.toml CMakeLists.txt cmake/kernels.cmake
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "pip>=23"
 	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
@@ -52,6 +53,34 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# While you work on kernels/cpp: rebuilds what an editable install loads.
+CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
+KERNELS = $(CMAKE) -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DQDEPLOY_REQUIRE_KERNELS=ON
+kernels:
+	$(KERNELS) -B build/kernels -DSKBUILD_STATE=editable
+	$(CMAKE) --install build/kernels
+
+# Random models and steps through the C ABI. A program ends with 3 on a CPU that can't run it.
+SANITIZE ?= address,undefined
+STRESS_ARGS ?=
+ISAS ?= portable avx2 avx512
+kernels-asan:
+	$(KERNELS) -B build/stress -DQDEPLOY_STRESS=ON -DQDEPLOY_SANITIZE=$(SANITIZE)
+	$(CMAKE) --build build/stress --target $(ISAS:%=stress_%)
+	for isa in $(ISAS); do build/stress/stress_$$isa $(STRESS_ARGS) || [ $$? = 3 ] || exit 1; done
+
+# Needs a cross compiler and qemu's user mode, e.g. Debian's g++-aarch64-linux-gnu and qemu-user.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64
+kernels-arm:
+	$(KERNELS) -B build/arm -DQDEPLOY_STRESS=ON -DCMAKE_CXX_COMPILER=$(ARM_CXX) \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_EXE_LINKER_FLAGS=-static
+	$(CMAKE) --build build/arm --target stress_portable _qdeploy_cpu_portable
+	$(ARM_RUN) build/arm/stress_portable $(STRESS_ARGS)
+
+bench: $(READY)
+	$(BIN)/python benchmarks/cpu.py
 
 demo: $(READY)
 	$(BIN)/python scripts/demo.py
