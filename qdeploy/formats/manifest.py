@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from qdeploy.errors import FormatError
+from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.safetensors_header import read_json
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.quantization.scheme import TABLE_BITS, TABLE_GROUP_SIZES, Bits, QuantScheme
 
 MANIFEST_NAME = "qdeploy.json"
 SCHEMA_VERSION: Final = 1
@@ -84,10 +85,41 @@ class KVCacheRecord(_Record):
         )
 
 
+class EmbeddingsRecord(_Record):
+    """How embedding and head are rounded when the artifact is loaded; its files keep them dense."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+
+    @property
+    def key(self) -> str:
+        """Names the policy in messages, e.g. `4 bits, groups of 64, symmetric`."""
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.bits} bits, groups of {self.group_size}, {kind}"
+
+    def scheme(self) -> QuantScheme:
+        """The rounding's value; raises UsageError for one that this version doesn't know."""
+        if self.bits not in TABLE_BITS or self.group_size not in TABLE_GROUP_SIZES:
+            raise UsageError(f"embeddings of {self.key} aren't known to this qdeploy; upgrade it")
+        return QuantScheme(
+            bits=cast("Bits", self.bits), group_size=self.group_size, symmetric=self.symmetric
+        )
+
+    @classmethod
+    def of(cls, scheme: QuantScheme) -> EmbeddingsRecord:
+        """The record of a scheme."""
+        return cls(bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric)
+
+
 class AccuracyRecord(KVCacheRecord):
-    """One evaluation: under one KV policy, by one backend, on one text."""
+    """One evaluation: under one KV policy, by one backend, on one text.
+
+    embeddings: how the model that was measured had them, None for dense.
+    """
 
     backend: str
+    embeddings: EmbeddingsRecord | None = None
     act: str = "fp32"
     reference: str
     text_sha256: str
@@ -99,9 +131,13 @@ class AccuracyRecord(KVCacheRecord):
 
 
 class CapacityRecord(_Record):
-    """What serving needs: stored bytes of all weights, and of one token's K and V."""
+    """What serving needs: bytes of all weights, and of one token's K and V.
+
+    weight_bytes: stored; loaded_weight_bytes: with the embeddings policy applied.
+    """
 
     weight_bytes: int | None = None
+    loaded_weight_bytes: int | None = None
     kv_bytes_per_token: float | None = None
 
 
@@ -114,6 +150,7 @@ class Manifest(_Record):
     calibration: CalibrationRecord | None = None
     layers: list[LayerRecord] = Field(default_factory=list)
     kv_cache: KVCacheRecord = KVCacheRecord()
+    embeddings: EmbeddingsRecord | None = None
     accuracy: list[AccuracyRecord] = Field(default_factory=list)
     capacity: CapacityRecord = CapacityRecord()
     files: dict[str, str] = Field(default_factory=dict)
@@ -128,17 +165,23 @@ class Manifest(_Record):
         return files
 
     def records_for(self, config: KVCacheConfig) -> list[AccuracyRecord]:
-        """The records of the KV policy, whatever their backend; the newest last."""
-        return [record for record in self.accuracy if record.key == config.key]
+        """The records of the KV policy and this embeddings policy, whatever their backend; the
+        newest last.
+        """
+        return [
+            record
+            for record in self.accuracy
+            if record.key == config.key and record.embeddings == self.embeddings
+        ]
 
     def with_record(self, record: AccuracyRecord) -> Manifest:
-        """A copy with `record` last, in place of one of the same policy, backend and act."""
+        """A copy with `record` last, in place of one of the same policies, backend and act."""
         kept = [item for item in self.accuracy if _identity(item) != _identity(record)]
         return self.model_copy(update={"accuracy": [*kept, record]})
 
 
-def _identity(record: AccuracyRecord) -> tuple[str, str, str]:
-    return (record.key, record.backend, record.act)
+def _identity(record: AccuracyRecord) -> tuple[str, str, str, EmbeddingsRecord | None]:
+    return (record.key, record.backend, record.act, record.embeddings)
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # recipes import this file, and `qdeploy --help` must not wai
     from torch import Tensor
 
 Bits = Literal[2, 3, 4, 8]
+#: What embedding and head can have: bits, and group sizes, the largest that divides first.
+TABLE_BITS = (8, 4)
+TABLE_GROUP_SIZES = (64, 32, 16, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ from qdeploy.runtime.executors.weights import load_weights
 class ModelTensors:
     """The part of Checkpoint that load_weights reads, over a model in memory."""
 
+    manifest = None
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._tensors = model.state_dict()
 

@@ -11,6 +11,7 @@ from qdeploy.errors import FormatError
 from qdeploy.formats.checkpoint import Checkpoint
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
+from qdeploy.quantization.embeddings import quantize_table
 from qdeploy.quantization.scheme import QuantizedLinear
 
 #: A weight matrix in its stored form.
@@ -48,6 +49,8 @@ class WeightSource:
 
     Weights come in their stored form: a QuantizedLinear (its bias beside it, not in it) or a dense
     tensor [out, in] of the file's dtype, which may be the file's own mapping: copy, don't write.
+    The artifact's embeddings policy is applied here, so that every executor serves the same table:
+    a dense embedding or head then comes quantized, once for both when they are tied.
     Every method raises FormatError that names the tensor when one is missing, of another shape,
     or holds a non-finite number.
     """
@@ -57,7 +60,9 @@ class WeightSource:
         self._shapes = {name: (shape, bias) for name, shape, bias in linear_shapes(spec)}
         self._norms = norm_sizes(spec)
         self._table = (spec.vocab_size, spec.hidden_size)
-        self._embedding: Stored | None = None
+        manifest = checkpoint.manifest
+        policy = manifest.embeddings if manifest is not None else None
+        self._table_scheme = policy.scheme() if policy is not None else None
 
     def linear(self, layer: int, name: str) -> tuple[Stored, Tensor | None]:
         """A linear of `linear_shapes` and its bias, float32 [out] or None."""
@@ -78,9 +83,7 @@ class WeightSource:
 
     def embedding(self) -> Stored:
         """The table [vocab, hidden] that tokens are looked up in."""
-        if self._embedding is None:
-            self._embedding = self._matrix("model.embed_tokens", self._table)
-        return self._embedding
+        return self._rounded(self._matrix(_EMBEDDING, self._table))
 
     def head(self) -> Stored | None:
         """The matrix [vocab, hidden] of the logits; None when it is the embedding.
@@ -92,7 +95,14 @@ class WeightSource:
         if self._spec.tied_embeddings and not stored:
             return None
         head = self._matrix("lm_head", self._table)
-        return None if _same(head, self.embedding()) else head
+        if _same(head, self._matrix(_EMBEDDING, self._table)):
+            return None
+        return self._rounded(head)
+
+    def _rounded(self, table: Stored) -> Stored:
+        if self._table_scheme is None or not isinstance(table, Tensor):
+            return table
+        return quantize_table(table, self._table_scheme)
 
     def _matrix(self, module: str, shape: tuple[int, int]) -> Stored:
         weight = self._checkpoint.linear(module)
@@ -103,6 +113,7 @@ class WeightSource:
         return replace(weight, bias=None)
 
 
+_EMBEDDING = "model.embed_tokens"
 #: How the formats name a linear's main tensor.
 _MAIN_TENSORS = ("weight", "qweight", "weight_packed")
 
