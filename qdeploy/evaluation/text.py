@@ -53,7 +53,7 @@ def load_text(
         raise UsageError(f"evaluation text {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"evaluation text {path} is not UTF-8; convert it first") from None
-    prefix = [id for id in tokenizer.encode("")[:1] if id == tokenizer.hf.bos_token_id]
+    prefix = [id for id in tokenizer.encode("")[:1] if id == tokenizer.bos_token_id]
     ids = tokenizer.encode(text, add_special_tokens=False)
     body = ctx_len - len(prefix)
     step = stride or body

@@ -12,62 +12,67 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from tokenizers import Tokenizer as Core
 
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.runtime.chat_content import Placeholders, flatten_messages
 from qdeploy.runtime.detokenizer import Detokenizer
+from qdeploy.runtime.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 
 class Tokenizer:
-    """Wraps a transformers fast tokenizer; load one with `Tokenizer.load(folder)`."""
+    """Text to ids and back; load one with `Tokenizer.load(folder)`.
 
-    def __init__(self, hf: Any, eos_token_ids: frozenset[int]) -> None:
-        self.hf = hf
+    core: the tokenizer of the `tokenizers` library; its state is never changed. special_tokens:
+    texts by name (bos_token, …), the chat template's variables. chat_templates: one template, or
+    several by name, or None.
+    """
+
+    def __init__(self, files: TokenizerFiles, eos_token_ids: frozenset[int]) -> None:
+        self.core = files.core
+        self.special_tokens = files.special_tokens
+        self.chat_templates = files.chat_templates
         self.eos_token_ids = eos_token_ids
-        self._special_texts = tuple(
-            token.content for token in hf.added_tokens_decoder.values() if token.special
-        )
-        self._literal: Any = None
+        added = self.core.get_added_tokens_decoder().values()
+        self._special_texts = tuple(token.content for token in added if token.special)
+        self._literal: Core | None = None
         self._literal_lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read tokenizer files of a local folder; no code from it runs, nothing is fetched."""
-        from transformers import AutoTokenizer
-
         folder = Path(folder)
-        try:
-            hf = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise FormatError(
-                f"no usable tokenizer in {folder.name}: {reason}; copy tokenizer.json and "
-                "tokenizer_config.json of the base model there"
-            ) from error
-        return cls(hf, read_eos_token_ids(folder) | _as_ids(hf.eos_token_id))
+        files = read_tokenizer_files(folder)
+        eos = files.core.token_to_id(files.special_tokens.get("eos_token", ""))
+        return cls(files, read_eos_token_ids(folder) | _as_ids(eos))
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, added tokens included."""
-        return len(self.hf)
+        return self.core.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the beginning of a text, None when the model names none."""
+        return self.token_to_id(self.special_tokens.get("bos_token", ""))
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, as it is written there."""
+        return self.core.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it, None for an id that isn't used."""
+        return self.core.id_to_token(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids; special tokens in the text are recognized, as for a raw prompt."""
-        # verbose: transformers would warn of a text longer than the context, which evaluation cuts
-        ids = self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
-        return cast("list[int]", ids)
+        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids to text, without clean-up of spaces."""
-        text = self.hf.decode(
-            list(ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return cast(str, text)
+        return self.core.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -79,24 +84,45 @@ class Tokenizer:
 
         return Detokenizer(decode, prompt_token_ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The chat template's text. UsageError when there is none or it refuses the messages."""
-        if not getattr(self.hf, "chat_template", None):
-            raise UsageError(
-                "this model has no chat template; use completions, or add chat_template.jinja",
-                param="messages",
-            )
-        options.setdefault("add_generation_prompt", True)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        **options: Any,
+    ) -> str:
+        """The chat template's text. UsageError when there is none or it refuses the messages.
+
+        chat_template: a template, or the name of one. add_generation_prompt: by default, unless
+        options hold continue_final_message.
+        """
+        # jinja2 isn't needed before the first chat
         from jinja2 import TemplateError
 
+        from qdeploy.runtime.chat_template import choose_template, render
+
+        if add_generation_prompt is None:
+            add_generation_prompt = not options.get("continue_final_message")
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            template = choose_template(self.chat_templates, chat_template, options.get("tools"))
+            if template is not None:
+                return render(
+                    template,
+                    messages,
+                    self.special_tokens,
+                    add_generation_prompt=add_generation_prompt,
+                    **options,
+                )
+        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"the chat template refuses these messages: {reason}", param="messages"
             ) from error
-        return cast(str, text)
+        raise UsageError(
+            "this model has no chat template; use completions, or add chat_template.jinja",
+            param="messages",
+        )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Messages to ids, ready for the assistant's turn.
@@ -118,14 +144,14 @@ class Tokenizer:
     def _encode_literally(self, text: str) -> list[int]:
         """Text to ids with special tokens read as ordinary characters.
 
-        transformers keeps split_special_tokens as state of the tokenizer, so a copy does it:
-        another thread's `encode` would read its control tokens as text, and this text as control.
+        encode_special_tokens is state of the tokenizer, so a copy does it: another thread's
+        `encode` would read its control tokens as text, and this text as control.
         """
         with self._literal_lock:
             if self._literal is None:
-                self._literal = copy.deepcopy(self.hf)
-            found = self._literal(text, add_special_tokens=False, split_special_tokens=True)
-        return cast("list[int]", found["input_ids"])
+                self._literal = copy.deepcopy(self.core)
+                self._literal.encode_special_tokens = True
+        return self._literal.encode(text, add_special_tokens=False).ids
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:

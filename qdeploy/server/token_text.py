@@ -12,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """The token's text; U+FFFD where it holds part of a character."""
-    piece = tokenizer.hf.convert_ids_to_tokens(token_id)
+    piece = tokenizer.id_to_token(token_id)
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     # sentencepiece decoders drop the space of a first word
     return f" {text}" if piece and piece.startswith("▁") and not text.startswith(" ") else text
@@ -22,7 +22,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, text: str) -> list[int] | N
     """The token's bytes, also of a part of a character; None when the vocabulary hides them."""
     if "\ufffd" not in text:
         return list(text.encode("utf-8"))
-    piece = tokenizer.hf.convert_ids_to_tokens(token_id) or ""
+    piece = tokenizer.id_to_token(token_id) or ""
     match = _BYTE_TOKEN.fullmatch(piece)
     if match is not None:
         return [int(match.group(1), 16)]

@@ -110,7 +110,7 @@ def test_an_architecture_for_other_engines_is_quantized_and_not_measured(tmp_pat
 def test_windows_leave_no_token_out(bos: bool, base: Path, tmp_path: Path) -> None:
     class Prefixed(Tokenizer):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            start = [self.hf.bos_token_id] if bos and add_special_tokens else []
+            start = [self.bos_token_id or 0] if bos and add_special_tokens else []
             return start + super().encode(text, add_special_tokens=False)
 
     path = tmp_path / "text.txt"

@@ -48,7 +48,7 @@ class AlphabetExecutor:
         self.fail_next: BaseException | None = None
         self.num_steps = 0
         ids = tokenizer.encode(ALPHABET, add_special_tokens=False)
-        self._eos = tokenizer.hf.convert_tokens_to_ids("</s>")
+        self._eos = tokenizer.token_to_id("</s>")
         self._next = dict(zip(ids, [*ids[1:], self._eos], strict=True))
         self._first = ids[0]
 
@@ -125,7 +125,7 @@ def alphabet_tokenizer(
         save_tokenizer(Path(folder), template=template, add_bos=add_bos)
         if extra_eos is not None:
             first = Tokenizer.load(folder)
-            ids = [first.hf.convert_tokens_to_ids(token) for token in ("<s>", extra_eos)]
+            ids = [first.token_to_id(token) for token in ("<s>", extra_eos)]
             write_json(Path(folder), "generation_config.json", {"eos_token_id": ids})
         return Tokenizer.load(folder)
 

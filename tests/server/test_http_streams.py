@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from runtime.tiny_tokenizer import CHATML
+from qdeploy.runtime.tokenizer import Tokenizer
+from runtime.tiny_tokenizer import CHATML, save_tokenizer
 from server.harness import ALPHABET, HI, Served, alphabet_tokenizer, serving, sse
 
 
@@ -245,11 +248,12 @@ def test_a13_end_tokens_are_the_union_of_all_files() -> None:
         assert ignored["usage"]["completion_tokens"] == 9
 
 
-def test_r22_one_bos_in_a_chat() -> None:
-    tokenizer = alphabet_tokenizer("{{ bos_token }}" + CHATML, add_bos=True)
-    with serving(tokenizer=tokenizer) as served:
-        expected = tokenizer.hf.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
-        bos = tokenizer.hf.bos_token_id
+def test_r22_one_bos_in_a_chat(tmp_path: Path) -> None:
+    template = "{{ bos_token }}" + CHATML
+    hf = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, template=template, add_bos=True))
+    with serving(tokenizer=Tokenizer.load(tmp_path)) as served:
+        expected = hf.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+        bos = hf.bos_token_id
         assert expected.count(bos) == 1
         reply = served.chat(max_tokens=1).json()
         assert reply["usage"]["prompt_tokens"] == len(expected)
