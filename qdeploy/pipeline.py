@@ -24,11 +24,12 @@ from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.hf import open_folder
-from qdeploy.formats.inspect import bits_per_weight, readers_of
+from qdeploy.formats.inspect import bits_per_weight, loaded_bytes, readers_of
 from qdeploy.formats.manifest import (
     BaseModelRecord,
     CalibrationRecord,
     CapacityRecord,
+    EmbeddingsRecord,
     KVCacheRecord,
     LayerRecord,
     Manifest,
@@ -38,6 +39,7 @@ from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.pool import open_block_bytes, sealed_block_bytes
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
+from qdeploy.quantization.embeddings import table_scheme
 from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport, Observer
 from qdeploy.recipes import Recipe
 
@@ -49,16 +51,20 @@ FEW_TOKENS = 128
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeResult:
     """What was made. Sizes are bytes of safetensors files; bits_per_weight is of the stored
-    decoder linears, scales and all; readers: other engines tested on such files.
+    decoder linears, scales and all; loaded_bytes: of the weights once the embeddings policy is
+    applied, see `loaded_bytes`; embeddings: that policy; readers: other engines tested on such
+    files.
     """
 
     output: Path
     size_bytes: int
     source_bytes: int
+    loaded_bytes: int
     bits_per_weight: float
     scheme: str
     format: str
     kv_cache: str
+    embeddings: str | None
     readers: list[str] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     seconds: float
@@ -95,6 +101,7 @@ class _Run:
             raise UsageError(f"{model} is quantized already; give its unquantized base model")
         self.walk = DecoderWalk(self.folder) if recipe.method != "none" else None
         self.plan = make_plan(self.folder, self.walk, recipe)
+        self.embeddings = _embeddings(recipe, self.folder.config)
         self.recipe = self.plan.recipe
         self.warnings: list[str] = []
         self.layers: list[LayerRecord] = []
@@ -227,6 +234,7 @@ class _Run:
             calibration=calibration,
             layers=self.layers,
             kv_cache=KVCacheRecord.of(self.kv),
+            embeddings=self.embeddings,
             capacity=CapacityRecord(
                 kv_bytes_per_token=_kv_bytes_per_token(self.folder.config, self.kv)
             ),
@@ -234,7 +242,8 @@ class _Run:
         )
 
     def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
-        kept = self.recipe.model_dump(mode="json", exclude={"model", "kv_cache", "gate", "format"})
+        later = {"model", "kv_cache", "quantize_embeddings", "gate", "format"}  # no layer knows
+        kept = self.recipe.model_dump(mode="json", exclude=later)
         return {
             "weights": self.folder.weights_sha256(),
             "recipe": json.dumps(kept, sort_keys=True),
@@ -257,11 +266,13 @@ class _Run:
             output=self.out,
             size_bytes=size,
             source_bytes=source,
+            loaded_bytes=loaded_bytes(written),
             bits_per_weight=bits_per_weight(written) or 0.0,
             readers=readers_of(written),
             scheme=self.plan.scheme.name if quantized else "dense",
             format=self.plan.format,
             kv_cache=self.kv.key,
+            embeddings=self.embeddings.key if self.embeddings is not None else None,
             layers=[record.model_dump(mode="json") for record in self.layers],
             seconds=time.monotonic() - self.start,
             peak_rss_bytes=_peak_rss_bytes(),
@@ -272,6 +283,14 @@ class _Run:
 def _record(prefix: str, report: LinearReport, plan: QuantPlan) -> LayerRecord:
     fields = asdict(report) | {"name": f"{prefix}.{report.name}", "scheme": plan.scheme.name}
     return LayerRecord(**fields)
+
+
+def _embeddings(recipe: Recipe, config: dict[str, Any]) -> EmbeddingsRecord | None:
+    """The policy asked for; FormatError for a model that the runtime, and so the policy, can't."""
+    if recipe.quantize_embeddings is None:
+        return None
+    hidden_size = spec_from_config(config).hidden_size
+    return EmbeddingsRecord.of(table_scheme(recipe.quantize_embeddings, hidden_size))
 
 
 def _versions() -> dict[str, str]:

@@ -50,6 +50,7 @@ class Recipe(_Section):
     symmetric: bool = False
     format: Literal["auto", "awq", "gptq", "gptq_v2"] = "auto"
     ignore: tuple[str, ...] = ()
+    quantize_embeddings: Literal[8, 4] | None = None
     kv_cache: KVSection = KVSection()
     calibration: CalibrationSection = CalibrationSection()
     gate: str | None = None

@@ -75,6 +75,12 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
     names = [[f"{walk.layer_name(i)}.{n}" for n in walk.linear_names(i)] for i in _layers(walk)]
     every = [*(name for layer in names for name in layer), *NEVER_QUANTIZED]
     ignored = match_ignored(recipe.ignore, every)
+    if recipe.quantize_embeddings is not None and ignored & set(NEVER_QUANTIZED):
+        raise UsageError(
+            f"quantize_embeddings={recipe.quantize_embeddings}, but embedding or head is ignored; "
+            "leave one of the two out",
+            param="quantize_embeddings",
+        )
     targets = tuple(
         tuple(n for n in walk.linear_names(i) if f"{walk.layer_name(i)}.{n}" not in ignored)
         for i in _layers(walk)

@@ -29,6 +29,9 @@ def quantize(
     group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--asymmetric")] = None,
     format: Annotated[str | None, typer.Option(help="auto, awq, gptq or gptq_v2.")] = None,
+    quantize_embeddings: Annotated[
+        int | None, typer.Option(help="8 or 4 bits for embedding and head, applied at load.")
+    ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="bf16, int8, int4 or k8v4.")] = None,
     calib: Annotated[str | None, typer.Option(help="default, FILE.jsonl or FILE.txt.")] = None,
     calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
@@ -56,6 +59,7 @@ def quantize(
         "symmetric": symmetric,
         "format": format,
         "ignore": tuple(ignore) if ignore else None,
+        "quantize_embeddings": quantize_embeddings,
         "gate": gate,
         "kv_cache": {"dtype": kv_cache_dtype},
         "calibration": {
@@ -181,6 +185,12 @@ def _print(result: QuantizeResult, evaluations: list[Evaluation]) -> None:
         f"{result.bits_per_weight:.2f} bits per weight, {result.seconds:.0f} s",
         soft_wrap=True,
     )
+    if result.embeddings is not None:
+        stdout.print(
+            f"embedding and head: dense in the files, {result.embeddings} once loaded: "
+            f"{result.loaded_bytes / megabyte:.1f} MB of weights then",
+            soft_wrap=True,
+        )
     stdout.print(f"other readers tested: {'; '.join(result.readers) or 'none'}", soft_wrap=True)
     if evaluations:
         stdout.print(accuracy_table(evaluations))

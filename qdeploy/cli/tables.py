@@ -17,6 +17,7 @@ def accuracy_table(evaluations: Sequence[Evaluation]) -> Table:
     table = Table(
         title=f"against {first.reference}: {first.text.num_tokens} tokens of "
         f"{first.text.source} in windows of {first.text.ctx_len}, backend {first.backend}"
+        + (f", embeddings {first.embeddings.key}" if first.embeddings is not None else "")
     )
     for heading in ("KV cache", "perplexity", "reference", "mean KL", "KL p99", "top-1", "gate"):
         table.add_column(heading, justify="left" if heading in ("KV cache", "gate") else "right")

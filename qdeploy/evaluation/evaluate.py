@@ -13,6 +13,7 @@ from qdeploy.errors import UsageError
 from qdeploy.evaluation.divergence import Divergence
 from qdeploy.evaluation.gate import Gate
 from qdeploy.evaluation.text import EvalText
+from qdeploy.formats.manifest import EmbeddingsRecord, read_manifest
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress, Silent, Task
 from qdeploy.runtime.engine import Engine, EngineConfig
@@ -25,7 +26,7 @@ _CHUNK_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one KV format cost on one text."""
+    """What one KV format cost on one text; embeddings: the policy of the model that ran."""
 
     kv_config: KVCacheConfig
     backend: str
@@ -33,6 +34,7 @@ class Evaluation:
     text: EvalText
     metrics: dict[str, float]
     gate: Gate
+    embeddings: EmbeddingsRecord | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -76,6 +78,7 @@ def evaluate(
             expected = _score(reference_engine, window, task)
             for engine, kv, total in zip(engines, kv_configs, totals, strict=True):
                 _compare(engine, window, expected, total, task, f"kv {kv.dtype}")
+    manifest = read_manifest(model)
     return [
         Evaluation(
             kv_config=kv,
@@ -84,6 +87,7 @@ def evaluate(
             text=text,
             metrics=total.metrics(),
             gate=gate,
+            embeddings=manifest.embeddings if manifest is not None else None,
         )
         for kv, total in zip(kv_configs, totals, strict=True)
     ]

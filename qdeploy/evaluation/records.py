@@ -19,6 +19,7 @@ def to_record(evaluation: Evaluation) -> AccuracyRecord:
         sink_blocks=kv.sink_blocks,
         residual_blocks=kv.residual_blocks,
         backend=evaluation.backend,
+        embeddings=evaluation.embeddings,
         act="fp32",
         reference=evaluation.reference,
         text_sha256=text.sha256,

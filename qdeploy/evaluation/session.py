@@ -150,6 +150,7 @@ def to_json(evaluation: Evaluation, model: str) -> dict[str, Any]:
         "backend": evaluation.backend,
         "kv_cache_dtype": evaluation.kv_config.dtype,
         "kv_cache": evaluation.kv_config.key,
+        "embeddings": evaluation.embeddings.key if evaluation.embeddings is not None else None,
         "text_sha256": text.sha256,
         "text": text.source,
         "num_tokens": text.num_tokens,

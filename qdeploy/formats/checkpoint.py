@@ -54,6 +54,10 @@ class Checkpoint:
         """Whether a tensor is stored. A tied `lm_head.weight` usually isn't."""
         return name in self._folder.names()
 
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that hold the tensors, sorted."""
+        return self._folder.files()
+
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored; FormatError when it is missing."""
         return self._folder.tensor(name)

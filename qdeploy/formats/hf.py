@@ -22,6 +22,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HASH_CHUNK_BYTES = 1 << 24
+#: Folder in a model folder for what is derived from it and can be made again; no part of the model.
+COMPILED = "compiled"
 
 
 class TensorFolder:
@@ -61,6 +63,10 @@ class TensorFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype from the header; reads no data."""
         return self._entry(name).dtype
+
+    def files(self) -> list[Path]:
+        """The safetensors files that hold the tensors, sorted."""
+        return sorted(set(self._files.values()))
 
     def weights_sha256(self) -> str:
         """Hex sha256 over (name, dtype, shape, bytes) in name order.

@@ -10,8 +10,13 @@ from typing import Any
 
 from qdeploy.errors import QdeployError
 from qdeploy.formats.checkpoint import Checkpoint, checksum_findings, open_checkpoint
+from qdeploy.formats.hf import COMPILED
 from qdeploy.formats.manifest import Manifest
+from qdeploy.formats.model_card import embeddings_line
+from qdeploy.quantization.embeddings import table_bytes
 
+#: Tensors that an embeddings policy applies to.
+TABLE_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
@@ -47,6 +52,7 @@ READERS = (
 class Inspection:
     """The result of `inspect_artifact`; no findings means that everything checked is right.
 
+    loaded_bytes: see the function of that name.
     bits_per_weight: stored bits, scales and all, over the weights of the decoder's linears.
     format: awq, gptq, gptq_v2, or None for dense; None too when it couldn't be opened.
     """
@@ -55,6 +61,7 @@ class Inspection:
     manifest: Manifest | None
     findings: list[str]
     size_bytes: int
+    loaded_bytes: int | None = None
     bits_per_weight: float | None = None
     format: str | None = None
     scheme: str | None = None
@@ -67,6 +74,7 @@ class Inspection:
             "format": self.format,
             "scheme": self.scheme,
             "size_bytes": self.size_bytes,
+            "loaded_bytes": self.loaded_bytes,
             "bits_per_weight": self.bits_per_weight,
             "readers": self.readers,
             "findings": self.findings,
@@ -79,6 +87,8 @@ class Inspection:
         lines.append(f"size: {self.size_bytes / 1e6:.1f} MB")
         if self.bits_per_weight is not None:
             lines[-1] += f", {self.bits_per_weight:.3f} bits per decoder weight"
+        if self.loaded_bytes is not None:
+            lines[-1] += f"; weights {self.loaded_bytes / 1e6:.1f} MB once loaded"
         lines.extend(_manifest_lines(self.manifest))
         lines.append(f"other readers tested: {'; '.join(self.readers) or 'none'}")
         lines.extend(f"finding: {finding}" for finding in self.findings)
@@ -91,7 +101,7 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
     Every packed layer's scales are read; `verify` also compares sha256 with the manifest.
     """
     path = Path(path)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = _size_bytes(path)
     try:
         checkpoint = open_checkpoint(path)
     except QdeployError as error:
@@ -104,11 +114,18 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
         manifest=checkpoint.manifest,
         findings=findings,
         size_bytes=size,
+        loaded_bytes=None if findings else loaded_bytes(checkpoint),
         bits_per_weight=bits_per_weight(checkpoint),
         format=checkpoint.format,
         scheme=checkpoint.scheme.name if checkpoint.scheme else None,
         readers=readers_of(checkpoint),
     )
+
+
+def _size_bytes(folder: Path) -> int:
+    """Bytes of the model's files; what was compiled from them can be made again."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sum(f.stat().st_size for f in files if COMPILED not in f.relative_to(folder).parts[:-1])
 
 
 def readers_of(checkpoint: Checkpoint) -> list[str]:
@@ -141,6 +158,24 @@ def bits_per_weight(checkpoint: Checkpoint) -> float | None:
     return stored * 8 / weights if weights else None
 
 
+def loaded_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of all weights as stored, but embedding and head as the embeddings policy has them.
+
+    An executor that computes on packed weights holds about that much; the reference executor
+    dequantizes to float32 and holds more. Raises UsageError for an unknown policy.
+    """
+    size = sum(checkpoint.nbytes(name) for name in checkpoint.names())
+    manifest = checkpoint.manifest
+    if manifest is None or manifest.embeddings is None:
+        return size
+    scheme = manifest.embeddings.scheme()
+    for name in TABLE_TENSORS:
+        if checkpoint.has(name):
+            rows, hidden = checkpoint.shape(name)
+            size += table_bytes((rows, hidden), scheme) - checkpoint.nbytes(name)
+    return size
+
+
 def _layer_findings(checkpoint: Checkpoint) -> list[str]:
     findings = []
     for module in checkpoint.packed:
@@ -152,12 +187,18 @@ def _layer_findings(checkpoint: Checkpoint) -> list[str]:
 
 
 def _policy_findings(manifest: Manifest | None) -> list[str]:
-    try:
-        if manifest is not None:
+    findings = []
+    if manifest is not None:
+        try:
             manifest.kv_cache.config()
-    except QdeployError as error:
-        return [f"kv_cache in qdeploy.json: {error}"]
-    return []
+        except QdeployError as error:
+            findings.append(f"kv_cache in qdeploy.json: {error}")
+        try:
+            if manifest.embeddings is not None:
+                manifest.embeddings.scheme()
+        except QdeployError as error:
+            findings.append(f"embeddings in qdeploy.json: {error}")
+    return findings
 
 
 def _verify(path: Path, manifest: Manifest | None) -> list[str]:
@@ -172,12 +213,15 @@ def _manifest_lines(manifest: Manifest | None) -> list[str]:
     lines = [
         f"base model: {manifest.base_model.name}",
         f"KV cache: {manifest.kv_cache.key}",
+        f"embedding and head: {embeddings_line(manifest)}",
         f"quantized layers: {len(manifest.layers)}",
     ]
     for record in manifest.accuracy:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in record.metrics.items())
         verdict = {True: "passed", False: "failed", None: "no gate"}[record.passed]
+        stale = "" if record.embeddings == manifest.embeddings else ", other embeddings"
         lines.append(
-            f"accuracy at {record.key} ({record.backend}, {record.act}): {verdict}; {metrics}"
+            f"accuracy at {record.key} ({record.backend}, {record.act}{stale}): "
+            f"{verdict}; {metrics}"
         )
     return lines

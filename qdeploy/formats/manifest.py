@@ -131,13 +131,9 @@ class AccuracyRecord(KVCacheRecord):
 
 
 class CapacityRecord(_Record):
-    """What serving needs: bytes of all weights, and of one token's K and V.
-
-    weight_bytes: stored; loaded_weight_bytes: with the embeddings policy applied.
-    """
+    """What serving needs: stored bytes of all weights, and of one token's K and V."""
 
     weight_bytes: int | None = None
-    loaded_weight_bytes: int | None = None
     kv_bytes_per_token: float | None = None
 
 

@@ -39,6 +39,7 @@ def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] |
             + (f", revision `{base.revision}`" if base.revision else ""),
             f"- KV cache: {kv.dtype}, blocks of {kv.block_size} tokens, "
             f"{kv.sink_blocks} sink and {kv.residual_blocks} residual blocks unquantized",
+            f"- Embedding and head: {embeddings_line(manifest)}",
             f"- {_calibration(manifest)}",
             "",
             "## Accuracy",
@@ -69,6 +70,13 @@ def refresh_card(folder: Path, manifest: Manifest) -> None:
     _, end, tail = rest.partition(_END)
     if begin and end:
         write_atomic(path, head + _accuracy_section(manifest) + tail)
+
+
+def embeddings_line(manifest: Manifest) -> str:
+    """What the files hold, and what qdeploy makes of it."""
+    if manifest.embeddings is None:
+        return "as stored"
+    return f"stored dense for every reader; qdeploy rounds them to {manifest.embeddings.key}"
 
 
 def _calibration(manifest: Manifest) -> str:

@@ -48,6 +48,15 @@ def table_scheme(bits: Bits, hidden_size: int) -> QuantScheme:
     )
 
 
+def table_bytes(shape: tuple[int, int], scheme: QuantScheme) -> int:
+    """Bytes of a table [rows, hidden]: packed codes, float16 scales, and a byte for each zero
+    point of asymmetric groups.
+    """
+    rows, hidden = shape
+    per_group = 2 if scheme.symmetric else 3
+    return rows * (hidden * scheme.bits // 8 + scheme.groups(hidden) * per_group)
+
+
 def quantize_table(table: Tensor, scheme: QuantScheme) -> QuantizedLinear:
     """Codes of table [rows, hidden], any float dtype, finite; deterministic on every machine.
 

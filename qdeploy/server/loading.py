@@ -56,6 +56,8 @@ def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[Async
         request_timeout=settings.request_timeout,
     )
     stats = engine.stats
+    if manifest is not None and manifest.embeddings is not None:
+        progress.info(f"embedding and head: {manifest.embeddings.key} (the artifact's policy)")
     progress.info(
         f"backend {executor.name} · KV {kv.key} · {stats.num_open_blocks} open + "
         f"{stats.num_sealed_blocks} sealed blocks of {kv.block_size} tokens · context "
