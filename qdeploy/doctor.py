@@ -201,18 +201,42 @@ def check_cache() -> Finding:
 
 def check_backends() -> list[Finding]:
     """The executors of this installation, and whether each can run here."""
+    from qdeploy.runtime.executors import BACKENDS
+
     torch = check_package("torch", TORCH)
-    if torch.status != "ok":
-        return [
-            Finding(
-                name="backend reference",
-                status=torch.status,
-                detail=f"needs torch: {torch.detail}",
-                next_step=torch.next_step,
-            )
-        ]
-    detail = "plain torch in float32; runs on any CPU and is what `auto` picks"
-    return [Finding(name="backend reference", status="ok", detail=detail)]
+    if torch.status == "ok":
+        checks = {"cpu": check_cpu_backend, "reference": check_reference_backend}
+        return [checks[name]() for name in BACKENDS]
+    return [
+        Finding(
+            name=f"backend {name}",
+            status=torch.status,
+            detail=f"needs torch: {torch.detail}",
+            next_step=torch.next_step,
+        )
+        for name in BACKENDS
+    ]
+
+
+def check_reference_backend() -> Finding:
+    """Needs torch and nothing else."""
+    detail = "plain torch in float32; runs on any CPU, slowly: the oracle of the others"
+    return Finding(name="backend reference", status="ok", detail=detail)
+
+
+def check_cpu_backend() -> Finding:
+    """Which library of compiled kernels is chosen, and which there are."""
+    from qdeploy_kernels.cpu.library import CpuLibraryError, built_isas, load_library
+
+    try:
+        chosen = load_library().isa
+    except CpuLibraryError as error:
+        # Not a fault of the machine: everything runs, on the reference backend.
+        return Finding(
+            name="backend cpu", status="warn", detail=error.problem, next_step=error.next_step
+        )
+    detail = f"C++ kernels for {chosen} (built: {', '.join(built_isas())}); what `auto` picks"
+    return Finding(name="backend cpu", status="ok", detail=detail)
 
 
 def _series(version: str) -> tuple[int, int]:

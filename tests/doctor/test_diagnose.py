@@ -11,6 +11,7 @@ import pytest
 
 from qdeploy import doctor
 from qdeploy.runtime.executors import BACKENDS
+from qdeploy_kernels.cpu import library
 
 X86 = "processor\t: 0\nflags\t\t: fpu sse2 avx avx2 avx512f avx512_vnni avx512_bf16\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm bf16\n"
@@ -21,7 +22,7 @@ def test_every_check_reports_and_names_are_unique() -> None:
     names = [finding.name for finding in findings]
     assert len(set(names)) == len(names)
     expected = {"python", "torch", "packages", "cpu", "memory", "gpu", "triton", "cache"}
-    assert {*expected, "backend reference"} == set(names)
+    assert expected | {f"backend {name}" for name in BACKENDS} == set(names)
     for finding in findings:
         assert finding.detail
         assert (finding.status == "ok") == (not finding.next_step), finding
@@ -77,9 +78,30 @@ def test_absent_torch_stops_the_backend_with_a_next_step(monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", absent)
-    (backend,) = doctor.check_backends()
-    assert backend.status == "missing"
-    assert "torch" in backend.next_step
+    backends = doctor.check_backends()
+    assert len(backends) == len(list(BACKENDS))
+    for backend in backends:
+        assert backend.status == "missing"
+        assert "torch" in backend.next_step
+
+
+def test_cpu_backend_names_the_chosen_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = library.Library(isa="avx2", path=Path("x.so"), cdll=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(library, "load_library", lambda: chosen)
+    monkeypatch.setattr(library, "built_isas", lambda: ["avx512", "avx2"])
+    finding = doctor.check_cpu_backend()
+    assert finding.status == "ok"
+    assert "for avx2 (built: avx512, avx2)" in finding.detail
+
+
+def test_cpu_backend_without_a_library_is_a_warning_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(library.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    finding = doctor.check_cpu_backend()
+    assert finding.status == "warn"
+    assert "compiler" in finding.next_step
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,11 @@ _REBUILD = "install qdeploy again where a C++17 compiler is, or run `make kernel
 
 
 class CpuLibraryError(RuntimeError):
-    """No usable library of CPU kernels; the message is one line with a next step."""
+    """No usable library of CPU kernels; the message is one line: the problem; the next step."""
+
+    def __init__(self, problem: str, next_step: str) -> None:
+        super().__init__(f"{problem}; {next_step}")
+        self.problem, self.next_step = problem, next_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +109,25 @@ def _choose() -> str:
     if available:
         return available[0]
     built = built_isas()
-    found = f"only {', '.join(built)}, which this CPU can't run" if built else "none"
-    raise CpuLibraryError(f"compiled CPU kernels: {found} in this installation; {_REBUILD}")
+    if built:
+        problem = f"this CPU can't run any of the compiled CPU kernels ({', '.join(built)})"
+        raise CpuLibraryError(problem, "install qdeploy from source on this machine")
+    raise CpuLibraryError("no CPU kernels were compiled in this installation", _REBUILD)
 
 
 def _insist(isa: str, wish: str) -> str:
     """`isa` itself, once it is known, built, and something that this CPU runs; else the `wish`
     heads the error.
     """
-    choices = ", ".join(available_isas()) or "none is available here"
+    step = f"choose one of: {', '.join(available_isas()) or 'none is available here'}"
     if isa not in ISA_FLAGS:
-        raise CpuLibraryError(f"{wish} is unknown; choose one of: {choices}")
+        raise CpuLibraryError(f"{wish} is unknown", step)
     if isa not in built_isas():
-        raise CpuLibraryError(f"{wish} is not in this installation; choose one of: {choices}")
+        raise CpuLibraryError(f"{wish} is not in this installation", step)
     missing = sorted(ISA_FLAGS[isa] - cpu_flags())
     if missing:
-        raise CpuLibraryError(
-            f"{wish} needs {', '.join(missing)}, which this CPU"
-            f" ({platform.machine()}) lacks; choose one of: {choices}"
-        )
+        problem = f"{wish} needs {', '.join(missing)}, which this CPU ({platform.machine()}) lacks"
+        raise CpuLibraryError(problem, step)
     return isa
 
 
@@ -136,11 +140,10 @@ def _open(isa: str) -> Library:
             declare(cdll)
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-        raise CpuLibraryError(f"{path.name} can't be loaded ({reason}); {_REBUILD}") from None
+        raise CpuLibraryError(f"{path.name} can't be loaded ({reason})", _REBUILD) from None
     if version != ABI_VERSION:
-        raise CpuLibraryError(
-            f"{path.name} has ABI {version}, but ABI {ABI_VERSION} is needed; {_REBUILD}"
-        )
+        problem = f"{path.name} has ABI {version}, but ABI {ABI_VERSION} is needed"
+        raise CpuLibraryError(problem, _REBUILD)
     return Library(isa=isa, path=path, cdll=cdll)
 
 
