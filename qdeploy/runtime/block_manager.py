@@ -23,6 +23,17 @@ class BlockTable:
     open_blocks: list[int] = field(default_factory=list)
     sealed_blocks: list[int] = field(default_factory=list)
     num_tokens: int = 0  # computed and committed
+    _ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(open, sealed) ids; the same objects again until the table changes."""
+        if self._ids is None:
+            self._ids = tuple(self.open_blocks), tuple(self.sealed_blocks)
+        return self._ids
+
+    def changed(self) -> None:
+        """Call after changing a block's id."""
+        self._ids = None
 
 
 class BlockManager:
@@ -47,11 +58,16 @@ class BlockManager:
 
     def allocate(self, sequence_id: str, end: int) -> bool:
         """Grow the table for a step up to `end`; all or nothing, False when blocks lack."""
-        table = self.tables.get(sequence_id, BlockTable())
+        table = self.tables.get(sequence_id)
+        if table is None:
+            table = BlockTable()
+        elif self._in_open_tail(table, end):
+            return True
         to_open, to_seal = self._missing(table, end)
         if len(to_open) > self.open_pool.num_free or len(to_seal) > self.sealed_pool.num_free:
             return False
         self.tables[sequence_id] = table
+        table.changed()
         grow = self._num_blocks(end) - len(table.open_blocks)
         table.open_blocks.extend([NO_BLOCK] * grow)
         table.sealed_blocks.extend([NO_BLOCK] * grow)
@@ -64,6 +80,10 @@ class BlockManager:
     def commit(self, sequence_id: str, end: int) -> None:
         """The step up to `end` is done: release open blocks that no later query reads open."""
         table = self.tables[sequence_id]
+        if self._in_open_tail(table, end):
+            table.num_tokens = end
+            return
+        table.changed()
         for block in range(self._first_live(table.num_tokens), self._num_blocks(end)):
             if table.open_blocks[block] != NO_BLOCK and not self.stays_open(block, end):
                 self.open_pool.release(table.open_blocks[block])
@@ -109,6 +129,13 @@ class BlockManager:
             if fills and not (known and table.sealed_blocks[block] >= 0):
                 to_seal.append(block)
         return to_open, to_seal
+
+    def _in_open_tail(self, table: BlockTable, end: int) -> bool:
+        """Whether a step up to `end` begins and ends inside the last block, which is open then:
+        nothing to take, to seal or to release. Most decode steps are such.
+        """
+        size = self.config.block_size
+        return table.num_tokens % size > 0 and end // size == table.num_tokens // size
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -24,6 +24,7 @@ class Detokenizer:
         self._decode = decode
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         self._shown = len(self._window)  # tokens of the window whose text is out
+        self._before: str | None = None  # that text, once decoded
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that became certain, "" while a character is incomplete."""
@@ -36,12 +37,14 @@ class Detokenizer:
         return self._take(force=True)
 
     def _take(self, *, force: bool) -> str:
-        before = self._decode(self._window[: self._shown])
+        if self._before is None:
+            self._before = self._decode(self._window[: self._shown])
+        before = self._before
         after = self._decode(self._window)
         if after.endswith(_REPLACEMENT) and not force:
             return ""
         if len(after) <= len(before) and not force:
             return ""  # a special token, or text that a later token will settle
         self._window = self._window[self._shown :]
-        self._shown = len(self._window)
+        self._shown, self._before = len(self._window), None
         return after[len(before) :]

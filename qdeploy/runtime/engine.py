@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qdeploy.errors import QdeployError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.admission import check_prompt, make_samples, resolve_max_model_len
+from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.collector import OutputCollector
 from qdeploy.runtime.kv_budget import plan_kv_pools
@@ -143,9 +146,10 @@ class Engine:
         if not step.num_scheduled_tokens:
             return outputs
         self._note_schedule(step)
-        logits = self._execute(step, outputs)
+        batch = self.scheduler.batch(step)
+        logits = self._execute(step, batch, outputs)
         if logits is not None:
-            self._collect(step, logits, outputs)
+            self._collect(step, batch, logits, outputs)
         self._last_step = (step.num_tokens, len(step.num_scheduled_tokens), time.monotonic())
         return outputs
 
@@ -220,10 +224,12 @@ class Engine:
                 request.first_scheduled_time = time.monotonic()
                 self._counters["prompt_tokens"] += request.num_prompt_tokens
 
-    def _execute(self, step: ScheduledStep, outputs: list[RequestOutput]) -> Tensor | None:
+    def _execute(
+        self, step: ScheduledStep, batch: StepBatch, outputs: list[RequestOutput]
+    ) -> Tensor | None:
         """Run the executor; a failure ends the step's requests with an error, nobody else's."""
         try:
-            logits = self.executor.execute(self.scheduler.batch(step))
+            return self.executor.execute(batch)
         except Exception as error:
             message = (
                 f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
@@ -231,29 +237,26 @@ class Engine:
             for request in step.num_scheduled_tokens:
                 self._finish(request, "error", outputs, error=" ".join(message.split()))
             return None
-        return logits
 
-    def _collect(self, step: ScheduledStep, logits: Tensor, outputs: list[RequestOutput]) -> None:
+    def _collect(
+        self, step: ScheduledStep, batch: StepBatch, logits: Tensor, outputs: list[RequestOutput]
+    ) -> None:
         """Give each slice its rows of logits [num_logits, vocab]."""
-        counts = [s.num_logits for s in self.scheduler.batch(step).slices]
         self.scheduler.commit(step)
-        end = 0
-        for request, count in zip(step.num_scheduled_tokens, counts, strict=True):
-            end += count
+        rows, end = logits.cpu().numpy(), 0
+        for request, part in zip(step.num_scheduled_tokens, batch.slices, strict=True):
+            start, end = end, end + part.num_logits
             try:
-                self._take(request, logits[end - count : end], outputs)
+                if request.scoring:
+                    self._take_scores(request, logits[start:end], outputs)
+                elif start < end:
+                    self._take_token(request, rows[start], outputs)
             except Exception as error:
                 # Whatever went wrong, the requests after this one still get their rows (P5).
                 if request.scoring:
                     self._scoring_error = error
                 message = f"sampling failed: {str(error) or type(error).__name__}"
                 self._finish(request, "error", outputs, error=" ".join(message.split()))
-
-    def _take(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
-        if request.scoring:
-            self._take_scores(request, rows, outputs)
-        elif len(rows):
-            self._take_token(request, rows[0], outputs)
 
     def _take_scores(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
         if len(rows):
@@ -262,7 +265,9 @@ class Engine:
         if request.num_uncomputed_tokens == 0:
             self._finish(request, "stop", outputs)
 
-    def _take_token(self, request: Request, row: Tensor, outputs: list[RequestOutput]) -> None:
+    def _take_token(
+        self, request: Request, row: NDArray[np.float32], outputs: list[RequestOutput]
+    ) -> None:
         sampled = sample(row, request, self._collector.banned(request))
         if sampled.error is not None:
             self._finish(request, "error", outputs, error=sampled.error)

@@ -10,14 +10,16 @@ mix(key + (i + 1)·γ). Their top 52 bits k give u = (k + ½)·2⁻⁵² and the
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+_SLACK = 1e-6  # more than the rounding of the noise and of its inverse
 
 MAX_GUMBEL = 53 * math.log(2) + 1e-9
 MIN_GUMBEL = -math.log(53 * math.log(2)) - 1e-9
@@ -36,24 +38,51 @@ def noise_key(seed: int, index: int, position: int) -> int:
     return mix64(mix64(mix64(seed) ^ index) ^ position)
 
 
-def gumbel(key: int, token_ids: Tensor) -> Tensor:
-    """Gumbel(0, 1) noise of token_ids [n], int64, under `key`. Returns [n], float64."""
-    bits = _mix64_tensor((token_ids + 1) * _signed(_GAMMA) + _signed(key))
-    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+def gumbel(key: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Gumbel(0, 1) noise of token_ids [n] under `key`. Returns [n]."""
+    bits = _unfinished_mix(key, (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA))
+    bits ^= bits >> np.uint64(31)
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    noise: NDArray[np.float64] = -np.log(-np.log(uniform))
+    return noise
 
 
-def _mix64_tensor(x: Tensor) -> Tensor:
-    """`mix64` on int64 tensors: products wrap modulo 2⁶⁴, shifts are made logical."""
-    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
-    return x ^ _shift(x, 31)
+def token_noise(key: int, token_id: int) -> float:
+    """`gumbel` of one token, but for rounding."""
+    bits = mix64(key + (token_id + 1) * _GAMMA) >> 12
+    return -math.log(-math.log((bits + 0.5) * 2.0**-52))
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def may_exceed(key: int, num_tokens: int, noise: float) -> NDArray[np.bool_]:
+    """For tokens 0 … num_tokens − 1: False only where the noise is surely not above `noise`.
+
+    Compares bits, since few tokens are worth two logarithms; the top 31 bits are enough, and
+    `mix`'s last step leaves them as they are.
+    """
+    above = -math.expm1(-math.exp(_SLACK - noise))  # the probability of such noise
+    lowest = max(0, (1 << 64) - math.ceil(above * 2**64)) >> 33 << 33
+    if lowest == 0:
+        return np.ones(num_tokens, dtype=np.bool_)
+    lowest = min(lowest, (1 << 64) - (1 << 33))
+    found: NDArray[np.bool_] = _unfinished_mix(key, _counters(num_tokens)) >= np.uint64(lowest)
+    return found
 
 
-def _signed(x: int) -> int:
-    x &= _MASK
-    return x - (1 << 64) if x >> 63 else x
+@lru_cache(maxsize=4)
+def _counters(num_tokens: int) -> NDArray[np.uint64]:
+    """(i + 1)·γ modulo 2⁶⁴ for every token; read only."""
+    counters = np.arange(1, num_tokens + 1, dtype=np.uint64)
+    counters *= np.uint64(_GAMMA)
+    return counters
+
+
+def _unfinished_mix(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix64` of key + counters [n] without its last shift; products wrap modulo 2⁶⁴."""
+    bits: NDArray[np.uint64] = counters + np.uint64(key)
+    shifted = bits >> np.uint64(30)
+    bits ^= shifted
+    bits *= np.uint64(_MIX1)
+    np.right_shift(bits, np.uint64(27), out=shifted)
+    bits ^= shifted
+    bits *= np.uint64(_MIX2)
+    return bits

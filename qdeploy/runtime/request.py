@@ -25,6 +25,7 @@ class Request:
 
     order: admission order, smaller is older. max_tokens: resolved, never None.
     scoring: wants the logits of every position, and no sampled token.
+    sequence_id: names the sample in the block manager.
     num_scored: positions whose logits were handed over (a preempted one isn't scored twice).
     """
 
@@ -38,6 +39,7 @@ class Request:
     scoring: bool = False
     arrival_time: float = 0.0
     token_ids: list[int] = field(init=False)
+    sequence_id: str = field(init=False)
     num_computed_tokens: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
@@ -49,11 +51,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def sequence_id(self) -> str:
-        """Names the sample in the block manager."""
-        return f"{self.request_id}/{self.index}"
+        self.sequence_id = f"{self.request_id}/{self.index}"
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,24 +2,33 @@
 
 Order as in vLLM: allowed ids, bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then
 argmax(logits / T + Gumbel noise), which samples the softmax exactly (Gumbel-max).
+
+NumPy, one row at a time: a row stays in the core's cache from one pass to the next, and an
+operation costs a few µs, less than torch needs to start one. Only tokens near the best one are
+looked at one by one; each shortcut checks that no other token could have changed the result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from qdeploy.runtime.noise import MAX_GUMBEL, MIN_GUMBEL, gumbel, noise_key
+from qdeploy.runtime.noise import gumbel, may_exceed, noise_key, token_noise
 from qdeploy.runtime.outputs import TokenLogprob
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
 
+Row = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Scaled = NDArray[np.float64]
+
 _NEVER = float("-inf")
-_NOISE_RANGE = MAX_GUMBEL - MIN_GUMBEL + 1  # with room for the rounding of a float32 compare
+#: How far below the best token, in units of the temperature, to look first, next, and at last.
+_REACHES = (8.0, 16.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +40,49 @@ class Sampled:
     error: str | None = None
 
 
-def sample(logits: Tensor, request: Request, banned: Iterable[int] = ()) -> Sampled:
+def sample(logits: Row, request: Request, banned: Collection[int] = ()) -> Sampled:
     """Draw the request's next token from logits [vocab], float32 (not modified).
 
     banned: tokens that may not come now (eos and stop tokens before min_tokens).
     """
-    if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(logits)):  # NaN propagates
-        bad = int((~torch.isfinite(logits)).sum())
+    best = int(logits.argmax())  # a NaN, if there is one; the lowest id among equals
+    if not (math.isfinite(logits[best]) and math.isfinite(logits.min())):
+        bad = logits.size - int(np.isfinite(logits).sum())
         return Sampled(
-            error=f"the model returned {bad} non-finite logits of {logits.numel()} at position "
+            error=f"the model returned {bad} non-finite logits of {logits.size} at position "
             f"{request.num_tokens}; check the artifact with `qdeploy inspect --verify`"
         )
     scores = process_logits(logits, request, banned)
-    token = choose(scores, request)
-    if token is None:
-        return Sampled(error="allowed_token_ids and min_tokens leave no token to sample")
+    if scores is not logits:
+        best = int(scores.argmax())
+        if scores[best] == _NEVER:
+            return Sampled(error="allowed_token_ids and min_tokens leave no token to sample")
+    token = best if request.params.greedy else draw(scores, best, request)
     wanted = request.params.logprobs
     return Sampled(token, None if wanted is None else token_logprob(logits, token, wanted))
 
 
-def process_logits(logits: Tensor, request: Request, banned: Iterable[int]) -> Tensor:
-    """Everything that comes before the temperature. Returns [vocab], float32."""
-    params, banned = request.params, list(banned)
+def process_logits(logits: Row, request: Request, banned: Collection[int]) -> Row:
+    """Everything that comes before the temperature: [vocab], `logits` itself if that is nothing."""
+    params = request.params
     if not (params.has_penalties or params.logit_bias or params.allowed_token_ids or banned):
         return logits
-    scores = logits.clone()
+    scores: Row = logits.copy()
     if params.allowed_token_ids is not None:
-        allowed = torch.tensor(list(params.allowed_token_ids))
-        scores = torch.full_like(scores, _NEVER).index_copy(0, allowed, logits[allowed])
+        allowed = list(params.allowed_token_ids)
+        scores.fill(_NEVER)
+        scores[allowed] = logits[allowed]
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias))
-        scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype)
+        scores[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), scores.dtype)
     if banned:
-        scores[torch.tensor(banned)] = _NEVER
+        scores[list(banned)] = _NEVER
     if params.has_penalties:
         apply_penalties(scores, params, request.prompt_token_ids, request.output_counts)
     return scores
 
 
 def apply_penalties(
-    scores: Tensor, params: SamplingParams, prompt: Iterable[int], counts: Mapping[int, int]
+    scores: Row, params: SamplingParams, prompt: Iterable[int], counts: Mapping[int, int]
 ) -> None:
     """Change scores [vocab] in place.
 
@@ -79,73 +91,115 @@ def apply_penalties(
     score − count·frequency − presence.
     """
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt, *counts}), dtype=torch.int64)
+        seen = list({*prompt, *counts})
         old, penalty = scores[seen], params.repetition_penalty
-        scores[seen] = torch.where(old > 0, old / penalty, old * penalty)
+        scores[seen] = np.where(old > 0, old / penalty, old * penalty)
     if counts and (params.frequency_penalty or params.presence_penalty):
-        ids = torch.tensor(list(counts), dtype=torch.int64)
-        times = torch.tensor(list(counts.values()), dtype=scores.dtype)
-        scores[ids] -= times * params.frequency_penalty + params.presence_penalty
+        times = np.array(list(counts.values()), scores.dtype)
+        scores[list(counts)] -= times * params.frequency_penalty + params.presence_penalty
 
 
-def choose(scores: Tensor, request: Request) -> int | None:
-    """Argmax of the noisy, filtered scores [vocab]; None when every token is ruled out."""
+@np.errstate(over="ignore")  # a score far below the best may become -inf
+def draw(scores: Row, best: int, request: Request) -> int:
+    """Argmax of the noisy, filtered scores [vocab]; scores[best] is their maximum, finite."""
     params = request.params
-    greedy = int(scores.argmax())  # the lowest id among equals
-    best = float(scores[greedy])
-    if best == _NEVER:
-        return None
-    if params.greedy:
-        return greedy
-    # A token further below the best than the noise's range can't win: an exact prune.
-    ids = torch.nonzero(scores >= best - _NOISE_RANGE * params.temperature).squeeze(1)
-    scaled = (scores[ids].double() - best) / params.temperature
-    ids, scaled = filter_tokens(ids, scaled, params)
     key = noise_key(request.seed, request.index, request.num_tokens)
-    return int(ids[torch.argmax(scaled + gumbel(key, ids))])
+    if params.min_p > 0 or 0 < params.top_k < scores.size or params.top_p < 1:
+        ids, scaled = filter_tokens(scores, params)
+    else:
+        ids = _contenders(scores, best, key, params.temperature)
+        scaled = _scale(scores[ids], scores[best], params.temperature)
+    return int(ids[np.argmax(scaled + gumbel(key, ids))])
 
 
-def filter_tokens(ids: Tensor, scaled: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Keep of ids [n], scaled [n] (scores over temperature, the best is 0) what the filters admit.
+def filter_tokens(scores: Row, params: SamplingParams) -> tuple[Ids, Scaled]:
+    """The ids [n] that the filters admit of scores [vocab], and (score − best) / temperature [n].
 
     top_p keeps the smallest set of most likely tokens whose probability, renormalized after the
     filters before it, reaches top_p. Tokens that tie with the last one kept all stay, so that the
     result doesn't depend on how a sort orders equals.
     """
-    if params.min_p > 0:
-        ids, scaled = _at_least(math.log(params.min_p), ids, scaled)
-    if 0 < params.top_k < ids.numel():
-        ids, scaled = _at_least(scaled.topk(params.top_k).values[-1], ids, scaled)
-    if params.top_p < 1:
-        # The mass that the prune dropped is < e⁻⁴⁰ · vocab: no float64 sum can tell.
-        ids, scaled = _at_least(_top_p_threshold(scaled, params.top_p), ids, scaled)
+    best, temperature = scores.max(), params.temperature
+    limited = params.min_p > 0 or 0 < params.top_k < scores.size
+    mass = None if limited or params.top_p == 1 else _mass(scores, best, temperature)
+    for reach in _REACHES:
+        ids = _near(scores, best, reach * temperature)
+        near = scaled = _scale(scores[ids], best, temperature)
+        if limited:
+            ids, scaled = _at_least(_limit(near, params), ids, near)
+        # Once a filter drops a token near the best, the tokens beyond are out, too.
+        if params.top_p < 1 and (not limited or len(scaled) < len(near) or reach == math.inf):
+            ids, scaled = _at_least(_top_p_threshold(scaled, params.top_p, mass), ids, scaled)
+        if len(scaled) < len(near):
+            break
     return ids, scaled
 
 
-def _at_least(lowest: Tensor | float, ids: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+def token_logprob(logits: Row, token: int, num_top: int) -> TokenLogprob:
+    """Log-probability and rank of `token` under raw logits [vocab], with the num_top best."""
+    highest = logits.max()
+    total = float(highest) + math.log(np.exp(_scale(logits, highest, 1.0)).sum())
+    for reach in _REACHES:
+        ids = _near(logits, highest, reach)
+        if len(ids) >= num_top:
+            break
+    top = ids[np.argsort(-logits[ids], kind="stable")[:num_top]].tolist()
+    return TokenLogprob(
+        token_id=token,
+        logprob=float(logits[token]) - total,
+        rank=int(np.count_nonzero(logits > logits[token])) + 1,
+        top=tuple((i, float(logits[i]) - total) for i in top),
+    )
+
+
+def _contenders(scores: Row, best: int, key: int, temperature: float) -> Ids:
+    """Ids of all tokens that could win the noisy argmax, and few others."""
+    reach = _REACHES[0]
+    lucky = may_exceed(key, scores.size, token_noise(key, best) + reach)
+    lucky |= scores >= _floor(scores[best], reach * temperature)
+    return np.flatnonzero(lucky)
+
+
+def _near(scores: Row, best: np.float32, distance: float) -> Ids:
+    """Ids of scores [vocab] not further than `distance` below best, and perhaps a few more."""
+    return np.flatnonzero(scores >= _floor(best, distance))
+
+
+def _floor(best: np.float32, distance: float) -> np.float32:
+    """best − distance, rounded down."""
+    floor: np.float32 = np.nextafter(np.float32(float(best) - distance), np.float32(_NEVER))
+    return floor
+
+
+def _scale(scores: Row, best: np.float32, temperature: float) -> Scaled:
+    scaled: Scaled = (scores.astype(np.float64) - float(best)) / temperature
+    return scaled
+
+
+def _at_least(lowest: float, ids: Ids, scaled: Scaled) -> tuple[Ids, Scaled]:
     keep = scaled >= lowest
     return ids[keep], scaled[keep]
 
 
-def _top_p_threshold(scores: Tensor, top_p: float) -> Tensor:
-    """The lowest of scores [n] that top_p keeps. Sorts only as many as it needs."""
-    mass = top_p * scores.exp().sum()
-    for size in (256, 4096, scores.numel()):
-        best = scores.topk(min(size, scores.numel())).values
-        probs = best.exp()
-        keep = probs.cumsum(0) - probs < mass
-        if not bool(keep[-1]):
-            break
-    return best[keep][-1]
+def _limit(scaled: Scaled, params: SamplingParams) -> float:
+    """The lowest of scaled [n] that min_p and then top_k admit; n ≤ top_k limits nothing."""
+    lowest = math.log(params.min_p) if params.min_p > 0 else _NEVER
+    if 0 < params.top_k < scaled.size:
+        lowest = max(lowest, float(np.partition(scaled, -params.top_k)[-params.top_k]))
+    return lowest
 
 
-def token_logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Log-probability and rank of `token` under raw logits [vocab], with the num_top best."""
-    logprobs = torch.log_softmax(logits.float(), 0)
-    values, ids = logprobs.topk(min(num_top, logprobs.numel()))
-    return TokenLogprob(
-        token_id=token,
-        logprob=float(logprobs[token]),
-        rank=int((logprobs > logprobs[token]).sum()) + 1,
-        top=tuple(zip(ids.tolist(), values.tolist(), strict=True)),
-    )
+def _mass(scores: Row, best: np.float32, temperature: float) -> float:
+    """Sum of exp((score − best) / temperature) over scores [vocab], to about 10⁻⁶."""
+    scaled = scores - best
+    scaled *= np.float32(1 / temperature)
+    return float(np.exp(scaled, out=scaled).sum())
+
+
+def _top_p_threshold(scaled: Scaled, top_p: float, mass: float | None) -> float:
+    """The lowest of scaled [n] that top_p keeps; mass: of all tokens, None if these are all."""
+    ranked = np.sort(scaled)[::-1]
+    probs = np.exp(ranked)
+    before = probs.cumsum() - probs
+    keep = before < top_p * (before[-1] + probs[-1] if mass is None else mass)
+    return float(ranked[keep][-1])

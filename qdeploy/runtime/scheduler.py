@@ -20,15 +20,14 @@ from qdeploy.runtime.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """num_scheduled_tokens per request, in batch order; preempted: who lost its blocks."""
+    """num_scheduled_tokens per request, in batch order; preempted: who lost its blocks.
+
+    num_tokens: their sum.
+    """
 
     num_scheduled_tokens: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(self.num_scheduled_tokens.values())
+    num_tokens: int = 0
 
 
 class Scheduler:
@@ -130,16 +129,17 @@ class Scheduler:
             assert computed == request.num_computed_tokens, "table and progress disagree"
 
     def _slice(self, request: Request, num_tokens: int) -> SequenceSlice:
-        start, table = request.num_computed_tokens, self.blocks.tables[request.sequence_id]
+        start = request.num_computed_tokens
         end = start + num_tokens
+        open_blocks, sealed_blocks = self.blocks.tables[request.sequence_id].ids()
         num_logits = 1 if end == request.num_tokens else 0
         if request.scoring:
             num_logits = max(0, end - max(start, request.num_scored))
         return SequenceSlice(
             token_ids=request.token_ids[start:end],
             start=start,
-            open_blocks=tuple(table.open_blocks),
-            sealed_blocks=tuple(table.sealed_blocks),
+            open_blocks=open_blocks,
+            sealed_blocks=sealed_blocks,
             num_logits=num_logits,
         )
 
@@ -191,6 +191,7 @@ class Scheduler:
             num_tokens = self._allocate(request, num_tokens)
             if num_tokens > 0:
                 step.num_scheduled_tokens[request] = num_tokens
+                step.num_tokens += num_tokens
                 return True
             if not may_preempt or not self._preempt_newest(step, request):
                 return False
@@ -209,7 +210,7 @@ class Scheduler:
     def _preempt_newest(self, step: ScheduledStep, request: Request) -> bool:
         """Take the newest request's blocks; False when that is `request` itself."""
         victim = self.running.pop()
-        step.num_scheduled_tokens.pop(victim, None)
+        step.num_tokens -= step.num_scheduled_tokens.pop(victim, 0)
         step.preempted.append(victim)
         self.blocks.free(victim.sequence_id)
         victim.num_computed_tokens = 0
