@@ -24,7 +24,7 @@ REQUIRED = {
     "huggingface_hub": (1, 0),
     "gguf": (0, 17),
     "pydantic": (2, 10),
-    "fastapi": (0, 115),
+    "starlette": (0, 46),
     "uvicorn": (0, 32),
     "prometheus-client": (0, 21),
 }

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, middleware, and the engine's life around them."""
+"""The Starlette application: routes, middleware, and the engine's life around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from qdeploy.runtime.async_engine import AsyncEngine
@@ -27,7 +27,7 @@ def create_app(
     settings: ServerSettings,
     *,
     sampling_defaults: Mapping[str, Any] | None = None,
-) -> FastAPI:
+) -> Starlette:
     """An app that starts `engine` with its lifespan and stops it at the end.
 
     sampling_defaults: what generation_config.json says, under SamplingParams' names.
@@ -43,23 +43,20 @@ def create_app(
     )
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         engine.start()
         yield
         await engine.drain(0)
         await engine.stop()
 
-    app = FastAPI(
-        title="qdeploy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
-    app.include_router(completion_routes(context))
-    app.include_router(service_routes(context, metrics))
+    routes = [*completion_routes(context), *service_routes(context, metrics)]
+    app = Starlette(routes=routes, lifespan=lifespan)
     install_error_handlers(app)
     _add_middleware(app, settings)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
+def _add_middleware(app: Starlette, settings: ServerSettings) -> None:
     """The last one added is the outermost: CORS answers preflights before the key is asked."""
     app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_size)
     if settings.api_key is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.server.context import ServerContext
@@ -27,19 +28,19 @@ from qdeploy.server.replies import ChatReply, CompletionReply, usage, usage_of
 from qdeploy.server.schema import ChatBody, CompletionBody, read_body
 
 
-def completion_routes(context: ServerContext) -> APIRouter:
+def completion_routes(context: ServerContext) -> list[Route]:
     """The two routes that generate."""
-    router = APIRouter()
 
-    @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _completions(request, context)
 
-    @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _chat(request, context)
 
-    return router
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ]
 
 
 async def _chat(request: Request, context: ServerContext) -> Response:

@@ -6,9 +6,9 @@ import json
 import logging
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from qdeploy.errors import CapacityError, QdeployError, UsageError
@@ -112,7 +112,7 @@ def _http_exception(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail))
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Every exception of a route, and unknown routes, answer with OpenAI's body."""
 
     async def on_http(request: Request, error: Exception) -> Response:

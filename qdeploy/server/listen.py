@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from qdeploy.errors import UsageError
 from qdeploy.runtime.async_engine import AsyncEngine
@@ -53,7 +53,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def run_server(
-    app: FastAPI,
+    app: ASGIApp,
     engine: AsyncEngine,
     listener: socket.socket,
     settings: ServerSettings,

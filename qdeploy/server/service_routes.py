@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from qdeploy import __version__
 from qdeploy.server.context import ServerContext
@@ -16,48 +17,48 @@ from qdeploy.server.prompts import chat_prompt
 from qdeploy.server.schema import DetokenizeBody, TokenizeBody, read_body
 
 
-def service_routes(context: ServerContext, metrics: ServerMetrics) -> APIRouter:
+def service_routes(context: ServerContext, metrics: ServerMetrics) -> list[Route]:
     """GET routes and the tokenizer's two."""
-    router = APIRouter()
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(_request: Request) -> Response:
         return _health(context)
 
-    @router.get("/ready")
-    async def ready() -> Response:
+    async def ready(_request: Request) -> Response:
         if context.engine.draining:
             return JSONResponse({"status": "draining"}, status_code=503)
         return _health(context)
 
-    @router.get("/version")
-    async def version() -> Response:
+    async def version(_request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    @router.get("/metrics")
-    async def scrape() -> Response:
+    async def scrape(_request: Request) -> Response:
         return Response(
             generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    @router.get("/v1/models")
-    async def models() -> Response:
+    async def models(_request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(context)]})
 
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        context.check_model(name)
+    async def model(request: Request) -> Response:
+        context.check_model(request.path_params["name"])
         return JSONResponse(_model(context))
 
-    @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         return await _tokenize(request, context)
 
-    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         return await _detokenize(request, context)
 
-    return router
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/version", version),
+        Route("/metrics", scrape),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
 
 
 def _health(context: ServerContext) -> Response:

@@ -35,7 +35,7 @@ TOOLS = [{"type": "function", "function": {"name": "w", "parameters": {"b": 1, "
 #: Whitespace control, filters, macros, loops, scopes, globals: what templates in use are made of.
 TEMPLATES = {
     "chatml": CHATML,
-    "special": "{{ bos_token }}{{ eos_token }}{{ unk_token }}|{{ nothing }}|{{ nothing is defined }}",
+    "special": "{{ bos_token }}{{ eos_token }}{{ unk_token }}|{{ no }}|{{ no is defined }}",
     "blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\n    {{ m.content }}\n"
     "    {% endif %}\n{% endfor %}\n",
     "trim": "{%- for m in messages -%}\n  {{- m.content | trim }}\n\n{%- endfor %}\n\n",
