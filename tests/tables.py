@@ -90,9 +90,29 @@ def run_chunks(
 
 
 def fresh_pools(executor: Executor, num_blocks: int = 64) -> FreeIds:
-    """Allocate pools that hold NaN everywhere: what was never written must never be read."""
+    """Allocate pools in which no place holds what a test expects to be written there.
+
+    The reference executor's hold NaN, the other's the K/V of a sequence of their own.
+    """
     executor.allocate_kv(num_blocks, num_blocks)
-    pools = executor._pools  # type: ignore[attr-defined]
-    pools.open.fill_(float("nan"))
-    pools.sealed.fill_(255)  # float16 NaN as scale
+    if executor.name == "reference":
+        pools = executor._pools  # type: ignore[attr-defined]
+        pools.open.fill_(float("nan"))
+        pools.sealed.fill_(255)  # float16 NaN as scale
+    else:
+        _use_every_block(executor, num_blocks)
     return FreeIds(num_blocks, num_blocks)
+
+
+def _use_every_block(executor: Executor, num_blocks: int) -> None:
+    """A step that writes every id of both pools."""
+    config = executor.kv_config
+    sealed = range(num_blocks) if config.seals else [-1] * num_blocks
+    piece = SequenceSlice(
+        token_ids=[t % 7 for t in range(num_blocks * config.block_size)],
+        start=0,
+        open_blocks=range(num_blocks),
+        sealed_blocks=sealed,
+        num_logits=0,
+    )
+    executor.execute(StepBatch([piece]))

@@ -26,7 +26,7 @@ class LLM:
 
     model: a folder, .gguf file, hub name or pypi: reference. kv_cache_dtype: "auto" takes the
     policy in the artifact's manifest, bf16 without one. kv_cache_memory_bytes: budget of the KV
-    cache. backend, threads: see load_executor.
+    cache. backend, threads, act: see load_executor.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class LLM:
         num_kv_blocks: int | None = None,
         backend: str = "auto",
         threads: int | None = None,
+        act: str | None = None,
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
@@ -54,7 +55,7 @@ class LLM:
         kv = resolve_kv_config(self.folder, kv_cache_dtype, block_size)
         self.tokenizer = Tokenizer.load(self.folder)
         executor = load_executor(
-            self.folder, backend=backend, kv_config=kv, threads=threads, progress=shown
+            self.folder, backend=backend, kv_config=kv, threads=threads, act=act, progress=shown
         )
         config = EngineConfig(
             kv=kv,

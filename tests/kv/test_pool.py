@@ -43,7 +43,7 @@ def test_x11_int4_bytes_per_token_against_bf16() -> None:
 def test_x10_168_single_tokens_equal_168_at_once(tmp_path: Path, dtype: str) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "m")
     config = KVCacheConfig(dtype=dtype, block_size=32, sink_blocks=0, residual_blocks=1)
-    executor = load_executor(folder, kv_config=config)
+    executor = load_executor(folder, backend="reference", kv_config=config)
     tokens = torch.randint(0, 256, (168,), generator=torch.Generator().manual_seed(0)).tolist()
     stored = []
     for step in (1, 168):
@@ -61,7 +61,7 @@ def test_x11_groups_never_cross_sequences(tmp_path: Path) -> None:
     """Two sequences interleaved token by token seal the bytes that each seals alone."""
     folder = tiny_checkpoint("llama", tmp_path / "m")
     config = KVCacheConfig(dtype="int4", block_size=16, sink_blocks=0)
-    executor = load_executor(folder, kv_config=config)
+    executor = load_executor(folder, backend="reference", kv_config=config)
     texts = [torch.arange(i, i + 48).tolist() for i in (0, 100)]
 
     def sealed(which: list[int]) -> dict[int, torch.Tensor]:

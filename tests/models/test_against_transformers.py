@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from backends import BACKENDS
 from executors.driving import executor_of, logits_in_chunks
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
@@ -89,8 +90,11 @@ def test_unknown_backend_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fixture", ["smollm2_folder", "gemma3_folder"])
-def test_real_model_equals_transformers(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_real_model_equals_transformers(
+    fixture: str, backend: str, request: pytest.FixtureRequest
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder: Path = request.getfixturevalue(fixture)
@@ -101,7 +105,8 @@ def test_real_model_equals_transformers(fixture: str, request: pytest.FixtureReq
         expected = model(torch.tensor([ids])).logits[0]
     del model
     config = EngineConfig(kv=KVCacheConfig(), max_num_seqs=1, max_model_len=256)
-    engine = Engine(load_executor(folder, kv_config=KVCacheConfig()), config)
+    executor = load_executor(folder, backend=backend, act="fp32", kv_config=KVCacheConfig())
+    engine = Engine(executor, config)
     chunks: list[torch.Tensor] = []
     engine.score(ids, lambda _, logits: chunks.append(logits))
     difference = (torch.cat(chunks) - expected).abs().max()

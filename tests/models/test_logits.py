@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from backends import BACKENDS
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.executors import load_executor
 from tables import run_chunks
@@ -53,12 +54,16 @@ def name(case: object) -> str:
     return case if isinstance(case, str) else "-".join(case) if isinstance(case, dict) else ""
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("arch", "overrides"), CASES, ids=name)
-def test_equal_transformers(tmp_path: Path, arch: str, overrides: dict[str, Any]) -> None:
+def test_equal_transformers(
+    tmp_path: Path, arch: str, overrides: dict[str, Any], backend: str
+) -> None:
     folder = tiny_checkpoint(arch, tmp_path / "m", **overrides)
     tokens = random_tokens(75)
     expected = transformers_logits(folder, tokens)
-    executor = load_executor(folder, kv_config=KVCacheConfig(block_size=16))
+    kv = KVCacheConfig(block_size=16)
+    executor = load_executor(folder, backend=backend, act="fp32", kv_config=kv)
     got = run_chunks(executor, tokens, [40, 41, 75])
     assert expected.std() > 0.5, "too small to tell a mistake"
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
@@ -74,18 +79,21 @@ def test_old_config_files_mean_the_same(tmp_path: Path, arch: str) -> None:
     if arch == "gemma3_text":
         old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
     edit_json(folder / "config.json", rope_parameters=None, layer_types=None, **old)
-    executor = load_executor(folder, kv_config=KVCacheConfig(block_size=16))
+    kv = KVCacheConfig(block_size=16)
+    executor = load_executor(folder, backend="reference", kv_config=kv)
     torch.testing.assert_close(run_chunks(executor, tokens, [75]), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.model
-def test_gemma3_equals_transformers_beyond_its_window(gemma3_folder: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gemma3_equals_transformers_beyond_its_window(gemma3_folder: Path, backend: str) -> None:
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(gemma3_folder)(TEXT.read_text()[:6000])["input_ids"]
     tokens = tokens[:620]
     assert len(tokens) == 620, "the window is 512"
     expected = transformers_logits(gemma3_folder, tokens)
-    executor = load_executor(gemma3_folder, kv_config=KVCacheConfig())
+    kv = KVCacheConfig()
+    executor = load_executor(gemma3_folder, backend=backend, act="fp32", kv_config=kv)
     got = run_chunks(executor, tokens, [600, 619, 620])
     assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()

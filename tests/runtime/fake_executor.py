@@ -22,6 +22,7 @@ class FakeExecutor:
     """vocab_size 32; `fail_next` raises in the next step, `nan_token` poisons rows after it."""
 
     name = "fake"
+    act = "fp32"
 
     def __init__(self, kv_config: KVCacheConfig, max_model_len: int = 256) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB, max_model_len=max_model_len)

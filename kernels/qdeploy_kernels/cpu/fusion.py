@@ -158,7 +158,7 @@ def _shape(part: Weight) -> tuple[int, int]:
 
 def _dense(part: Weight) -> Tensor:
     if isinstance(part, Tensor):
-        return part.float()
+        return part
     group = part.g_idx
     if group is None:
         group = torch.arange(part.codes.shape[1]) // _group(part)

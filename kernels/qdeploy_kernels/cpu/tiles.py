@@ -99,36 +99,53 @@ def pack_codes(matrix: Codes, rows: int) -> TileMatrix:
     if centred is None:
         parts.append(_lanes(matrix.zeros))
     tiles = torch.cat([part.flatten(1) for part in parts], dim=1)
-    missing = -tiles.shape[1] % ALIGNMENT
+    padded = tile_bytes(matrix.kind, codes.shape[1], matrix.group, centred is not None)
     return TileMatrix(
         kind=matrix.kind,
         rows=rows,
         cols=codes.shape[1],
         group=matrix.group,
         symmetric=centred is not None,
-        tiles=torch.nn.functional.pad(tiles, (0, missing)).numpy(),
+        tiles=torch.nn.functional.pad(tiles, (0, padded - tiles.shape[1])).numpy(),
     )
 
 
 def pack_dense(weight: Tensor, rows: int) -> TileMatrix:
     """Pack [padded rows, cols] in tile order as BF16 where that loses nothing, else as F32."""
-    weight = weight.float()
-    short = weight.to(torch.bfloat16)
-    exact = torch.equal(short.float(), weight)
-    lanes = short if exact else weight
-    if exact:
-        lanes = torch.nn.functional.pad(lanes, (0, weight.shape[1] % 2))
-    per_column = 2 if exact else 1
-    grouped = lanes.unflatten(0, (-1, TILE_ROWS)).unflatten(2, (-1, per_column))
-    tiles = grouped.permute(0, 2, 1, 3).contiguous().flatten(1).view(torch.uint8)
+    short = _as_bfloat16(weight)
+    lanes = weight.float() if short is None else short
+    per_column = 1 if short is None else 2
+    lanes = torch.nn.functional.pad(lanes, (0, -weight.shape[1] % per_column))
+    grouped = lanes.view(-1, TILE_ROWS, lanes.shape[1] // per_column, per_column)
+    tiles = grouped.transpose(1, 2).contiguous().flatten(1).view(torch.uint8)
     return TileMatrix(
-        kind=Kind.BF16 if exact else Kind.F32,
+        kind=Kind.F32 if short is None else Kind.BF16,
         rows=rows,
         cols=weight.shape[1],
         group=0,
         symmetric=False,
         tiles=tiles.numpy(),
     )
+
+
+def tile_bytes(kind: Kind, cols: int, group: int, symmetric: bool) -> int:
+    """Bytes of one tile; `group` and `symmetric` matter for W4 and W8 only."""
+    if kind is Kind.F32:
+        return TILE_ROWS * cols * 4
+    if kind is Kind.BF16:
+        return TILE_ROWS * (cols + cols % 2) * 2
+    codes = TILE_ROWS * cols // (2 if kind is Kind.W4 else 1)
+    size = codes + TILE_ROWS * (cols // group) * (2 if symmetric else 3)
+    return size + -size % ALIGNMENT
+
+
+def _as_bfloat16(weight: Tensor) -> Tensor | None:
+    """The weight in bfloat16; None if that would round. In pieces: a token table is large."""
+    if weight.dtype == torch.bfloat16:
+        return weight
+    short = weight.to(torch.bfloat16)
+    pieces = zip(short.split(4096), weight.split(4096), strict=True)
+    return short if all(torch.equal(s.float(), w.float()) for s, w in pieces) else None
 
 
 def _centred(matrix: Codes) -> Tensor | None:

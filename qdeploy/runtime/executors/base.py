@@ -15,10 +15,12 @@ class Executor(Protocol):
     """Owns the weights and the two KV pools; knows nothing of requests.
 
     Block ids are 0 … num_open_blocks − 1 and 0 … num_sealed_blocks − 1; who uses which is the
-    block manager's affair.
+    block manager's affair. act: `int8` or `fp32`, what activations are multiplied as; it goes
+    into accuracy records.
     """
 
     name: str
+    act: str
     spec: DecoderSpec
     kv_config: KVCacheConfig
     open_block_bytes: int

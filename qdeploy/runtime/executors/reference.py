@@ -25,6 +25,7 @@ class ReferenceExecutor:
     """Implements Executor in float32; open blocks are float32."""
 
     name = "reference"
+    act = "fp32"
 
     def __init__(
         self, spec: DecoderSpec, weights: DecoderWeights, kv_config: KVCacheConfig

@@ -1,0 +1,190 @@
+"""The CPU executor: the whole step, from token ids to logits, is one call into C++."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from array import array
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdeploy.errors import CapacityError, UsageError
+from qdeploy.formats.checkpoint import Checkpoint
+from qdeploy.kv.config import KVCacheConfig
+from qdeploy.models.spec import DecoderSpec
+from qdeploy.progress import Progress
+from qdeploy.runtime.batch import StepBatch
+from qdeploy.runtime.executors.cpu_model import ModelData, checker, pack_model, unsupported
+from qdeploy.runtime.executors.cpu_threads import default_threads
+from qdeploy.runtime.executors.tile_cache import open_tiles
+from qdeploy.runtime.executors.weights import WeightSource
+from qdeploy_kernels.cpu import abi
+from qdeploy_kernels.cpu.library import (
+    CpuLibraryError,
+    Library,
+    cpu_library_problem,
+    load_library,
+)
+from qdeploy_kernels.cpu.tiles import TILE_ROWS
+
+log = logging.getLogger("qdeploy")
+
+#: int32 in the ABI.
+_MAX_BLOCKS = 2**31 - 1
+
+
+class CpuModel:
+    """A model inside the library with its threads; executors that share it run one at a time.
+
+    Everything that C++ reads lives as long as this object.
+    """
+
+    def __init__(self, library: Library, data: ModelData, spec: DecoderSpec, threads: int) -> None:
+        self.library, self.spec, self.threads = library, spec, threads
+        self.act = abi.ActMode(data.struct.act_mode).name.lower()
+        self.lock = threading.Lock()
+        self.handle = library.cdll.qd_model_create(byref(data.struct), threads)
+        if not self.handle:
+            raise RuntimeError(library.error())
+        weakref.finalize(self, _destroy, library.cdll.qd_model_destroy, self.handle, data)
+
+
+class CpuExecutor:
+    """Implements Executor. Open blocks are bfloat16, with `act` fp32 float32; equal bits whatever
+    the batch, the chunks and the threads, within one instruction set.
+    """
+
+    name = "cpu"
+
+    def __init__(self, model: CpuModel, kv_config: KVCacheConfig) -> None:
+        reason = unsupported(model.spec, kv_config)
+        if reason is not None:
+            raise UsageError(reason, param="backend")
+        self.spec, self.kv_config, self.act = model.spec, kv_config, model.act
+        self._model, self._library = model, model.library
+        cdll = self._library.cdll
+        kv = abi.KV(
+            dtype=abi.KVDtype[kv_config.dtype.upper()],
+            block_size=kv_config.block_size,
+            sink_blocks=kv_config.sink_blocks,
+            residual_blocks=kv_config.residual_blocks,
+        )
+        self._engine = cdll.qd_engine_create(model.handle, byref(kv))
+        if not self._engine:
+            raise RuntimeError(self._library.error())
+        # The finalizer holds the model, which therefore outlives its engines.
+        weakref.finalize(self, _destroy, cdll.qd_engine_destroy, self._engine, model)
+        self.open_block_bytes: int = cdll.qd_open_block_bytes(self._engine)
+        self.sealed_block_bytes: int = cdll.qd_sealed_block_bytes(self._engine)
+        self._stride = model.spec.vocab_size + -model.spec.vocab_size % TILE_ROWS
+
+    def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
+        """Allocate both pools; drops what they held before."""
+        fits = max(num_open_blocks, num_sealed_blocks) <= _MAX_BLOCKS
+        allocate = self._library.cdll.qd_kv_allocate
+        if not fits or allocate(self._engine, num_open_blocks, num_sealed_blocks):
+            needed = num_open_blocks * self.open_block_bytes
+            needed += num_sealed_blocks * self.sealed_block_bytes
+            raise CapacityError(
+                f"{needed / 2**30:.1f} GiB of KV cache can't be allocated; lower kv_cache_memory"
+            )
+
+    def with_kv(self, kv_config: KVCacheConfig) -> CpuExecutor:
+        """A second executor on the same weights and threads, with KV pools of its own."""
+        return CpuExecutor(self._model, kv_config)
+
+    def execute(self, batch: StepBatch) -> Tensor:
+        """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
+        arrays = _StepArrays(batch, self.kv_config.block_size)
+        logits = torch.empty(sum(arrays.num_logits), self._stride)
+        step = arrays.struct(logits)
+        with self._model.lock:
+            failed = self._library.cdll.qd_execute(self._engine, byref(step))
+        if failed:
+            raise RuntimeError(self._library.error())
+        return logits[:, : self.spec.vocab_size]
+
+
+class _StepArrays:
+    """A StepBatch as flat arrays: `array` takes lists of ints several times faster than numpy."""
+
+    def __init__(self, batch: StepBatch, block_size: int) -> None:
+        tokens, starts, counts = array("i"), array("i"), array("i")
+        num_logits, table_starts = array("i"), array("q")
+        opened, sealed = array("i"), array("i")
+        for piece in batch.slices:
+            starts.append(piece.start)
+            counts.append(len(piece.token_ids))
+            num_logits.append(piece.num_logits)
+            table_starts.append(len(opened))
+            needed = -(-(piece.start + len(piece.token_ids)) // block_size)
+            tokens.extend(piece.token_ids)
+            opened.extend(piece.open_blocks)
+            sealed.extend(piece.sealed_blocks)
+            if len(opened) != len(sealed) or len(opened) - table_starts[-1] < needed:
+                raise RuntimeError(f"the block tables of a slice don't have {needed} entries each")
+        self.tokens, self.starts, self.counts = tokens, starts, counts
+        self.num_logits, self.table_starts = num_logits, table_starts
+        self.open, self.sealed = opened, sealed
+
+    def struct(self, logits: Tensor) -> abi.Step:
+        """qd_step over these arrays and `logits`, which must stay alive."""
+        return abi.Step(
+            len(self.starts),
+            len(self.tokens),
+            self.tokens.buffer_info()[0],
+            self.starts.buffer_info()[0],
+            self.counts.buffer_info()[0],
+            self.num_logits.buffer_info()[0],
+            self.table_starts.buffer_info()[0],
+            self.open.buffer_info()[0],
+            self.sealed.buffer_info()[0],
+            logits.data_ptr(),
+            logits.stride(0),
+        )
+
+
+def problem(spec: DecoderSpec, kv_config: KVCacheConfig) -> str | None:
+    """Why this backend can't run a model here, with a next step; None if it can.
+
+    Raises UsageError when the environment names an instruction set that isn't there.
+    """
+    try:
+        missing = cpu_library_problem()
+    except CpuLibraryError as error:
+        raise UsageError(str(error), param="backend") from None
+    return missing or unsupported(spec, kv_config)
+
+
+def load_cpu_executor(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    kv_config: KVCacheConfig,
+    *,
+    act: str,
+    threads: int | None,
+    progress: Progress,
+) -> CpuExecutor:
+    """Map or pack the checkpoint's tiles and make an executor of them.
+
+    act: int8 or fp32; threads: None for what suits this process. Raises FormatError for broken
+    weights; what `problem` names must have been ruled out.
+    """
+    library = load_library()
+    threads = threads or default_threads()
+    source = WeightSource(checkpoint, spec)
+    arena = open_tiles(
+        checkpoint, lambda writer: pack_model(source, spec, writer, progress), checker(spec)
+    )
+    data = ModelData(arena, spec, abi.ActMode[act.upper()])
+    log.info("CPU kernels for %s, %d threads, %s activations", library.isa, threads, act)
+    return CpuExecutor(CpuModel(library, data, spec, threads), kv_config)
+
+
+def _destroy(function: Any, handle: int, kept: object) -> None:
+    """Call a destructor; `kept` is what it still reads."""
+    function(handle)
