@@ -1,0 +1,157 @@
+// A model, its threads, and engines: KV pools and the plan of a step over a model.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "threads.h"
+
+namespace qd {
+
+// Zeroed memory in huge pages where the system has them.
+class Memory {
+public:
+    Memory() = default;
+    explicit Memory(int64_t bytes);
+    ~Memory() { release(); }
+    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
+    Memory& operator=(Memory&& other) noexcept {
+        std::swap(data_, other.data_), std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    uint8_t* data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
+    template <class T> T* as() const { return (T*)data_; }
+
+private:
+    void release();
+    uint8_t* data_ = nullptr;
+    int64_t bytes_ = 0;
+};
+
+struct Engine;
+
+// What all threads of one step share. Plans are recycled in a ring: a late thread may still read
+// an old one.
+struct Plan {
+    Engine* engine = nullptr;
+    int tokens = 0, logit_rows = 0;
+    bool alone = false;        // few rows: every thread prepares activations for itself
+    bool split = false;        // few tiles: splits of keys are separate chunks
+    std::vector<int32_t> ids, positions, starts, counts, logit_tokens;
+    std::vector<int64_t> tables;             // first table entry of each slice
+    std::vector<int32_t> open, sealed;       // per table entry: pool id, −1, or −2 − scratch block
+    struct Fill {
+        int slice, block, low, high, row;    // positions low … high − 1 of a block; row of the first
+    };
+    std::vector<Fill> fills;
+    std::vector<Tile> tiles;
+    struct Chunk {
+        int tile, head, first, last;         // splits first … last − 1
+    };
+    std::vector<Chunk> chunks;               // longest first
+    std::vector<int> tile_of_row;
+    int64_t partials = 0;
+    int scratch_blocks = 0;
+    float* logits = nullptr;
+    int64_t logits_stride = 0;
+    // Or a streaming read, for benchmarks.
+    const uint8_t* stream = nullptr;
+    int64_t stream_bytes = 0;
+};
+
+// Memory of one thread.
+struct Workspace {
+    Memory rows;         // three rows of floats
+    Memory activations;  // of a few rows, in any form
+    int64_t width = 0;
+    float* row(int i) const { return rows.as<float>() + i * width; }
+};
+
+class Model {
+public:
+    Model(const qd_model& model, int threads);
+    const qd_model& spec() const { return spec_; }
+    const qd_layer& layer(int i) const { return layers_[i]; }
+    Threads& threads() { return *threads_; }
+    // The plan of the next step, free of readers.
+    Plan& next_plan();
+    Plan& plan(uint64_t step) { return plans_[step % PLANS]; }
+    void wait_until_left(uint64_t step);
+    Workspace& workspace(int thread) { return workspaces_[thread]; }
+    int64_t widest() const { return widest_; }
+    // Seconds of the fastest of several reads of zeroed memory by all threads.
+    double read_seconds(int64_t bytes, int repeats);
+
+    std::mutex mutex;  // one step at a time
+    Phase stream;
+
+private:
+    const float* pad(const float* values, int n);
+    static constexpr int PLANS = 4;
+
+    qd_model spec_;
+    std::vector<qd_layer> layers_;
+    std::vector<std::unique_ptr<float[]>> padded_;
+    std::vector<float> frequencies_, rope_scales_;
+    int64_t widest_ = 0;
+    Plan plans_[PLANS];
+    std::unique_ptr<Workspace[]> workspaces_;
+    std::unique_ptr<Threads> threads_;  // last: its workers use what is above
+};
+
+constexpr int ALONE_ROWS = 2;  // so many rows are cheaper to prepare on every thread than to share
+
+struct Engine {
+    Engine(Model& owner, const qd_kv& config);
+    ~Engine() { model.wait_until_left(last_step); }
+
+    void allocate(int open, int sealed);
+    void execute(const qd_step& step);
+
+    uint8_t* open_block(int layer, int id, int head) const {
+        return open_pool.data() + (((int64_t)layer * num_open + id) * kv.kv_heads + head) * kv.open_bytes();
+    }
+    uint8_t* sealed_block(int layer, int id, int head) const {
+        return sealed_pool.data() + (((int64_t)layer * num_sealed + id) * kv.kv_heads + head) * kv.sealed_bytes();
+    }
+    uint8_t* scratch_block(int id, int head) const {
+        return scratch.data() + ((int64_t)id * kv.kv_heads + head) * kv.open_bytes();
+    }
+    // The open (or scratch) block behind a table entry.
+    uint8_t* opened(int layer, int entry, int head) const {
+        return entry >= 0 ? open_block(layer, entry, head) : scratch_block(-2 - entry, head);
+    }
+
+    Model& model;
+    KVLayout kv;
+    int num_open = 0, num_sealed = 0;
+    uint64_t last_step = 0;
+    int tile_rows;  // rows of attention that one thread takes at a time
+    Memory open_pool, sealed_pool, scratch, partials;
+    std::unique_ptr<Phase[]> phases;
+    // Buffers of a step, by rows: residual stream, projections, attention, MLP, activations, angles.
+    int64_t row_capacity = 0, hidden_width, qkv_width, attention_width, inner_width;
+    Memory x, delta, qkv, attended, inner, shared, cosines, sines;
+    std::vector<AttentionScratch> attention;  // one a thread
+
+private:
+    void plan_step(const qd_step& step, Plan& plan);
+    void plan_slice(const qd_step& step, int slice, int row, Plan& plan);
+    void plan_chunks(Plan& plan);
+    void reserve(const Plan& plan);
+};
+
+// The body of every thread: all phases of one step.
+void run_step(Model& model, int thread, uint64_t step);
+
+// Throws std::invalid_argument that names what is impossible.
+void check(const qd_matrix& m, const char* name, int rows, int cols);
+void check(const qd_model& model, int threads);
+void check(const qd_kv& kv);
+
+}  // namespace qd

@@ -1,0 +1,218 @@
+#include "matrix.h"
+
+namespace qd {
+
+namespace {
+
+constexpr int AHEAD = 2048;  // bytes of weights to prefetch ahead
+
+struct Halves {
+    F half[2];
+};
+
+QD_INLINE int32_t four(const int8_t* p) {
+    int32_t value;
+    std::memcpy(&value, p, 4);
+    return value;
+}
+
+// Adds a group's integer sums, scaled, to the rows' results.
+template <int ROWS, bool SYMMETRIC>
+QD_INLINE void add_group(const I (&acc)[ROWS][2], const uint16_t* scales, const uint8_t* zeros, const float* scale,
+                         const int32_t* total, int groups, F (&out)[ROWS][2]) {
+    F weight_scale[2], zero_point[2];
+    for (int h = 0; h < 2; h++) {
+        weight_scale[h] = load_half(scales + h * LANES);
+        zero_point[h] = SYMMETRIC ? zero() : to_float(load_u8(zeros + h * LANES));
+    }
+    for (int r = 0; r < ROWS; r++) {
+        const F sums = set((float)total[(int64_t)r * groups]), row_scale = set(scale[(int64_t)r * groups]);
+        for (int h = 0; h < 2; h++) {
+            F value = to_float(acc[r][h]);
+            if (!SYMMETRIC) value = fnma(zero_point[h], sums, value);
+            out[r][h] = fma(mul(value, weight_scale[h]), row_scale, out[r][h]);
+        }
+    }
+}
+
+// Eight columns of W4, or two times four of W8: four vectors of unsigned bytes.
+template <int BITS> QD_INLINE void codes_of(const uint8_t* p, I (&low)[2], I (&high)[2]) {
+    for (int h = 0; h < 2; h++) {
+        if (BITS == 4) {
+            const I v = load_i(p + h * 64);
+            low[h] = low_nibbles(v), high[h] = high_nibbles(v);
+        } else {
+            low[h] = load_i(p + h * 64), high[h] = load_i(p + 128 + h * 64);
+        }
+    }
+}
+
+template <int ROWS, int BITS, bool SYMMETRIC>
+void int8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+    constexpr int STEP = BITS == 4 ? 128 : 256, MID = BITS == 4 ? 8 : 128;
+    constexpr int CHAINS = ROWS <= 2 ? 2 : 1;  // sums of integers are exact in any order
+    const uint16_t* scales = (const uint16_t*)(tile + (int64_t)m.cols * BITS / 8 * TILE);
+    const uint8_t* zeros = (const uint8_t*)(scales + (int64_t)a.groups * TILE);
+    const float* scale = a.scales + row * a.groups;
+    const int32_t* total = a.sums + row * a.groups;
+    const int8_t* x[ROWS];
+    F out[ROWS][2];
+    for (int r = 0; r < ROWS; r++) x[r] = a.codes + (row + r) * a.width, out[r][0] = out[r][1] = zero();
+    const uint8_t* p = tile;
+    for (int g = 0; g < a.groups; g++) {
+        I acc[CHAINS][ROWS][2];
+        for (int r = 0; r < ROWS; r++) {
+            const I start = SYMMETRIC ? set_i(-MID * total[(int64_t)r * a.groups + g]) : zero_i();
+            acc[0][r][0] = acc[0][r][1] = start;
+            if (CHAINS == 2) acc[CHAINS - 1][r][0] = acc[CHAINS - 1][r][1] = zero_i();
+        }
+        for (int k = g * a.group; k < (g + 1) * a.group; k += 8, p += STEP) {
+            I low[2], high[2];
+            codes_of<BITS>(p, low, high);
+            for (int b = 0; b < STEP; b += 64) prefetch(p + AHEAD + b);
+            for (int r = 0; r < ROWS; r++) {
+                const I x0 = set_i(four(x[r] + k)), x1 = set_i(four(x[r] + k + 4));
+                for (int h = 0; h < 2; h++) {
+                    I& second = acc[CHAINS - 1][r][h];
+                    acc[0][r][h] = BITS == 4 ? dot_u4(acc[0][r][h], low[h], x0) : dot_u8(acc[0][r][h], low[h], x0);
+                    second = BITS == 4 ? dot_u4(second, high[h], x1) : dot_u8(second, high[h], x1);
+                }
+            }
+        }
+        if (CHAINS == 2)
+            for (int r = 0; r < ROWS; r++)
+                for (int h = 0; h < 2; h++) acc[0][r][h] = add_i(acc[0][r][h], acc[CHAINS - 1][r][h]);
+        add_group<ROWS, SYMMETRIC>(acc[0], scales + g * TILE, zeros + g * TILE, scale + g, total + g, a.groups, out);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+}
+
+// Codes less their zero points, as floats; scale · Σ x · (code − zero) per group.
+template <int ROWS, int BITS>
+void exact_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+    constexpr int QUAD = 128;  // bytes of 4 columns of bytes; W4 holds 8 columns in them
+    const int groups = m.cols / m.group;
+    const uint16_t* scales = (const uint16_t*)(tile + (int64_t)m.cols * BITS / 8 * TILE);
+    const uint8_t* zeros = (const uint8_t*)(scales + (int64_t)groups * TILE);
+    F out[ROWS][2];
+    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    for (int g = 0; g < groups; g++) {
+        F acc[ROWS][2];
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = zero();
+        for (int h = 0; h < 2; h++) {
+            const I zero_point = m.symmetric ? set_i(BITS == 4 ? 8 : 128) : load_u8(zeros + g * TILE + h * LANES);
+            for (int k = g * m.group; k < (g + 1) * m.group; k++) {
+                const int quad = BITS == 4 ? k / 8 : k / 4, byte = k % 4, high = BITS == 4 ? k / 4 % 2 : 0;
+                I v = load_i(tile + (int64_t)quad * QUAD + h * 64);
+                if (high) v = shift_right<4>(v);
+                v = byte == 0 ? v : byte == 1 ? shift_right<8>(v) : byte == 2 ? shift_right<16>(v) : shift_right<24>(v);
+                const F weight = to_float(sub_i(and_i(v, set_i(BITS == 4 ? 15 : 255)), zero_point));
+                for (int r = 0; r < ROWS; r++) acc[r][h] = fma(weight, set(a.floats[(row + r) * a.width + k]), acc[r][h]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int h = 0; h < 2; h++)
+                out[r][h] = fma(acc[r][h], load_half(scales + g * TILE + h * LANES), out[r][h]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+}
+
+template <int ROWS> void pairs_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+    const int64_t pairs = (m.cols + 1) / 2;
+    F out[ROWS][2];
+    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    for (int64_t k = 0; k < pairs; k++, tile += 128) {
+        const I low = load_i(tile), high = load_i(tile + 64);
+        prefetch(tile + AHEAD), prefetch(tile + AHEAD + 64);
+        for (int r = 0; r < ROWS; r++) {
+            const I x = set_i((int32_t)a.pairs[(row + r) * a.width / 2 + k]);
+            out[r][0] = pair_dot(out[r][0], x, low), out[r][1] = pair_dot(out[r][1], x, high);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+}
+
+// Dense weights in float32 arithmetic; BF16 widens them on the way.
+template <int ROWS, bool BF16>
+void float_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+    F out[ROWS][2];
+    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    for (int64_t k = 0; k < m.cols; k++) {
+        for (int h = 0; h < 2; h++) {
+            F weight;
+            if (BF16) {
+                const I v = load_i(tile + k / 2 * 128 + h * 64);
+                weight = from_bits(k % 2 ? and_i(v, set_i((int32_t)0xffff0000u)) : shift_left<16>(v));
+            } else {
+                weight = load((const float*)(tile + k * 128 + h * 64));
+            }
+            for (int r = 0; r < ROWS; r++) out[r][h] = fma(weight, set(a.floats[(row + r) * a.width + k]), out[r][h]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+}
+
+// One kernel per number of rows. MAX_ROWS is 6, or fewer where there are fewer registers.
+#define QD_FIRST(...) __VA_ARGS__
+#define QD_ROWS(NAME, ...)                                                                      \
+    {                                                                                           \
+        NAME<1 __VA_ARGS__>, NAME<2 __VA_ARGS__>, NAME<(MAX_ROWS > 2 ? 3 : 1) __VA_ARGS__>,     \
+            NAME<(MAX_ROWS > 3 ? 4 : 1) __VA_ARGS__>, NAME<(MAX_ROWS > 4 ? 5 : 1) __VA_ARGS__>, \
+            NAME<(MAX_ROWS > 5 ? 6 : 1) __VA_ARGS__>                                            \
+    }
+#define QD_COMMA ,
+const TileKernel INT8_KERNELS[2][2][6] = {
+    {QD_ROWS(int8_tile, QD_COMMA 4, false), QD_ROWS(int8_tile, QD_COMMA 4, true)},
+    {QD_ROWS(int8_tile, QD_COMMA 8, false), QD_ROWS(int8_tile, QD_COMMA 8, true)},
+};
+const TileKernel EXACT_KERNELS[2][6] = {QD_ROWS(exact_tile, QD_COMMA 4), QD_ROWS(exact_tile, QD_COMMA 8)};
+const TileKernel PAIRS_KERNELS[6] = QD_ROWS(pairs_tile, );
+const TileKernel FLOAT_KERNELS[2][6] = {QD_ROWS(float_tile, QD_COMMA true), QD_ROWS(float_tile, QD_COMMA false)};
+
+}  // namespace
+
+const TileKernel* tile_kernels(const qd_matrix& m, int act_mode) {
+    const bool dense = m.kind == QD_BF16 || m.kind == QD_F32;
+    switch (form_of(m, act_mode)) {
+        case Form::INT8: return INT8_KERNELS[m.kind == QD_W8][m.symmetric != 0];
+        case Form::PAIRS: return PAIRS_KERNELS;
+        default: return dense ? FLOAT_KERNELS[m.kind == QD_F32] : EXACT_KERNELS[m.kind == QD_W8];
+    }
+}
+
+void dequantize_row(const qd_matrix& m, int64_t row, float* out) {
+    const uint8_t* tile = m.tiles + row / TILE * m.tile_bytes;
+    const int64_t half = row % TILE / LANES, lane = row % LANES;
+    for (int64_t k = m.cols; k < round_up(m.cols, TILE); k++) out[k] = 0;
+    if (m.kind == QD_F32 || m.kind == QD_BF16) {
+        for (int64_t k = 0; k < m.cols; k++) {
+            uint32_t word;
+            const int64_t unit = m.kind == QD_F32 ? k : k / 2;
+            std::memcpy(&word, tile + unit * 128 + half * 64 + lane * 4, 4);
+            if (m.kind == QD_BF16) word = k % 2 ? word & 0xffff0000u : word << 16;
+            std::memcpy(out + k, &word, 4);
+        }
+        return;
+    }
+    const bool w4 = m.kind == QD_W4;
+    const int64_t groups = m.cols / m.group, code_bytes = (int64_t)m.cols * TILE / (w4 ? 2 : 1);
+    const uint16_t* scales = (const uint16_t*)(tile + code_bytes);
+    const uint8_t* zeros = (const uint8_t*)(scales + groups * TILE);
+    for (int64_t g = 0; g < groups; g++) {
+        float scale[LANES];
+        store(scale, load_half(scales + g * TILE + half * LANES));
+        const int zero_point = m.symmetric ? (w4 ? 8 : 128) : zeros[g * TILE + half * LANES + lane];
+        for (int64_t k = g * m.group; k < (g + 1) * m.group; k++) {
+            const int64_t quad = w4 ? k / 8 : k / 4;
+            const uint8_t byte = tile[quad * 128 + half * 64 + lane * 4 + k % 4];
+            const int code = !w4 ? byte : k / 4 % 2 ? byte >> 4 : byte & 15;
+            out[m.permutation ? m.permutation[k] : k] = (float)(code - zero_point) * scale[lane];
+        }
+    }
+}
+
+}  // namespace qd

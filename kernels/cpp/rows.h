@@ -1,0 +1,153 @@
+// Operations on rows of activations, and the forms in which a matrix wants them.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "qdeploy_cpu.h"
+#include "simd.h"
+
+namespace qd {
+
+constexpr int TILE = 32;  // rows of a weight tile: two halves of LANES
+
+QD_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// How a matrix reads its activations.
+enum class Form { INT8, PAIRS, FLOAT };
+
+QD_INLINE Form form_of(const qd_matrix& m, int act_mode) {
+    if (act_mode == QD_ACT_FP32 || m.kind == QD_F32) return Form::FLOAT;
+    return m.kind == QD_BF16 ? Form::PAIRS : Form::INT8;
+}
+
+// Rows of activations in one form. INT8: codes[row][width], and per group a scale and the sum of
+// the codes; PAIRS: bfloat16; FLOAT: float32. width is cols rounded up to 32, the rest zero.
+struct Activations {
+    Form form = Form::FLOAT;
+    int64_t width = 0;
+    int groups = 0, group = 0;
+    int8_t* codes = nullptr;
+    float* scales = nullptr;
+    int32_t* sums = nullptr;
+    uint32_t* pairs = nullptr;
+    float* floats = nullptr;
+};
+
+// Bytes that `rows` rows of any form need for a matrix of `cols` columns.
+QD_INLINE int64_t activation_bytes(int64_t rows, int64_t cols) {
+    return rows * round_up(cols, TILE) * 4 + 256;
+}
+
+// Lays the form that `m` wants into memory of activation_bytes(rows, m.cols).
+inline Activations lay_out(const qd_matrix& m, int act_mode, int64_t rows, uint8_t* memory) {
+    Activations a;
+    a.form = form_of(m, act_mode);
+    a.width = round_up(m.cols, TILE);
+    a.floats = (float*)memory;
+    a.pairs = (uint32_t*)memory;
+    a.codes = (int8_t*)memory;
+    if (a.form == Form::INT8) {
+        a.group = m.group;
+        a.groups = m.cols / m.group;
+        a.scales = (float*)(memory + round_up(rows * a.width, 64));
+        a.sums = (int32_t*)(a.scales + rows * a.groups);
+    }
+    return a;
+}
+
+// Dynamic int8 per group: code = round(x · 127 / max|x|). A group of n: 8 divides n. NaN stays NaN.
+inline void quantize_group(const float* x, int n, int8_t* codes, float* scale, int32_t* total) {
+    F top = zero();
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) top = max(abs(load(x + i)), top);
+    float tail[LANES] = {};
+    if (i < n) {
+        std::memcpy(tail, x + i, (n - i) * sizeof(float));
+        top = max(abs(load(tail)), top);
+    }
+    const float most = largest(top);
+    const F inverse = set(most > 0 ? 127.0f / most : 0.0f);
+    I sums = zero_i();
+    for (i = 0; i + LANES <= n; i += LANES) {
+        const I code = to_int(mul(load(x + i), inverse));
+        sums = add_i(sums, code);
+        store_s8(codes + i, code);
+    }
+    if (i < n) {
+        int8_t last[LANES];
+        const I code = to_int(mul(load(tail), inverse));
+        sums = add_i(sums, code);
+        store_s8(last, code);
+        std::memcpy(codes + i, last, n - i);
+    }
+    *scale = most / 127.0f;
+    *total = sum_i(sums);
+}
+
+// Whether a row holds NaN or an infinity: x · 0 is 0 for every other number.
+inline bool finite(const float* x, int64_t n) {
+    F total = zero();
+    for (int64_t i = 0; i < n; i += LANES) total = fma(load(x + i), zero(), total);
+    return sum(total) == 0.0f;
+}
+
+inline void quantize_row(const float* x, int64_t row, const Activations& a) {
+    int8_t* codes = a.codes + row * a.width;
+    float* scales = a.scales + row * a.groups;
+    int32_t* sums = a.sums + row * a.groups;
+    for (int g = 0; g < a.groups; g++)
+        quantize_group(x + (int64_t)g * a.group, a.group, codes + (int64_t)g * a.group, scales + g, sums + g);
+    if (!finite(x, round_up((int64_t)a.groups * a.group, LANES)))  // int8 would turn it into a number
+        for (int g = 0; g < a.groups; g++) scales[g] = NAN;
+}
+
+// Puts one row of floats [width, zero-padded] into its form. `permuted`: scratch of width floats.
+inline void put_row(const float* x, int64_t row, const qd_matrix& m, const Activations& a, float* permuted) {
+    if (m.permutation) {
+        for (int i = 0; i < m.cols; i++) permuted[i] = x[m.permutation[i]];
+        for (int64_t i = m.cols; i < a.width; i++) permuted[i] = 0;
+        x = permuted;
+    }
+    if (a.form == Form::INT8) return quantize_row(x, row, a);
+    if (a.form == Form::FLOAT) {
+        std::memcpy(a.floats + row * a.width, x, a.width * sizeof(float));
+        return;
+    }
+    uint32_t* out = a.pairs + row * a.width / 2;
+    for (int64_t i = 0; i < a.width; i += 2 * LANES) store_pairs(out + i / 2, load(x + i), load(x + i + LANES));
+}
+
+// y = x / rms(x) · weight over n entries; x, y, weight are padded with zeros to a multiple of 32.
+inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+    const int64_t width = round_up(n, TILE);
+    F squares = zero();
+    for (int64_t i = 0; i < width; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    const F scale = set(1.0f / std::sqrt(sum(squares) / (float)n + eps));
+    for (int64_t i = 0; i < width; i += LANES) store(y + i, mul(mul(load(x + i), scale), load(weight + i)));
+}
+
+// The same within a head, in place; dim is a multiple of 16, nothing is padded.
+inline void head_norm(float* x, const float* weight, int dim, float eps) {
+    F squares = zero();
+    for (int i = 0; i < dim; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    const F scale = set(1.0f / std::sqrt(sum(squares) / (float)dim + eps));
+    for (int i = 0; i < dim; i += LANES) store(x + i, mul(mul(load(x + i), scale), load(weight + i)));
+}
+
+// Rotates the two halves of a head; cos, sin: [dim / 2]. dim is a multiple of 16.
+inline void rotate(float* x, const float* cos, const float* sin, int dim) {
+    const int half = dim / 2;
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const F a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(x + i, sub(mul(a, c), mul(b, s)));
+        store(x + half + i, add(mul(b, c), mul(a, s)));
+    }
+    for (; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+}  // namespace qd

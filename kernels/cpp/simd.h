@@ -1,0 +1,92 @@
+// Sixteen-lane vectors, so that one source serves every instruction set. Within a build every
+// function gives the same bits wherever it is called; -ffp-contract=off keeps it so.
+#pragma once
+#define QD_INLINE static inline __attribute__((always_inline))
+
+#if defined(QD_ISA_AVX512)
+#include "simd_avx512.h"
+#define QD_ISA "avx512"
+#elif defined(QD_ISA_AVX2)
+#include "simd_avx2.h"
+#define QD_ISA "avx2"
+#else
+#include "simd_portable.h"
+#define QD_ISA "portable"
+#endif
+
+namespace qd {
+
+constexpr int LANES = 16;
+
+// max and min return their second operand when one is NaN, so constants come first: NaN survives.
+
+// 2ˣ for x ≤ 127, relative error below 2e-7; exactly 0 below −126 (softmax needs nothing smaller).
+QD_INLINE F exp2(F x) {
+    const F held = max(set(-126.0f), x);
+    const F n = round(held);
+    const F r = sub(held, n);
+    F p = set(1.535336188319500e-4f);
+    p = fma(p, r, set(1.339887440266574e-3f));
+    p = fma(p, r, set(9.618437357674640e-3f));
+    p = fma(p, r, set(5.550332471162809e-2f));
+    p = fma(p, r, set(2.402264791363012e-1f));
+    p = fma(p, r, set(6.931472028550421e-1f));
+    p = fma(p, r, set(1.0f));
+    return select_less(x, set(-126.0f), zero(), power_of_two(p, n));
+}
+
+// eˣ for x ≤ 88, relative error below 2e-7; 0 below −87 (softmax needs nothing smaller).
+QD_INLINE F exp(F x) {
+    const F held = max(set(-87.3f), x);
+    const F n = round(mul(held, set(1.44269504f)));
+    F r = fnma(n, set(0.693359375f), held);
+    r = fnma(n, set(-2.12194440e-4f), r);
+    F p = set(1.9875691500e-4f);
+    p = fma(p, r, set(1.3981999507e-3f));
+    p = fma(p, r, set(8.3334519073e-3f));
+    p = fma(p, r, set(4.1665795894e-2f));
+    p = fma(p, r, set(1.6666665459e-1f));
+    p = fma(p, r, set(5.0000001201e-1f));
+    p = fma(mul(p, r), r, add(r, set(1.0f)));
+    return select_less(x, set(-87.3f), zero(), power_of_two(p, n));
+}
+
+// tanh by eˣ; for small x, where 1 − 2 / (e²ˣ + 1) would cancel, by its odd polynomial (Cephes).
+QD_INLINE F tanh(F x) {
+    const F a = min(set(9.5f), abs(x));
+    const F e = exp(add(a, a));
+    const F big = sub(set(1.0f), div(set(2.0f), add(e, set(1.0f))));
+    const F s = mul(x, x);
+    F p = set(-5.70498872745e-3f);
+    p = fma(p, s, set(2.06390887954e-2f));
+    p = fma(p, s, set(-5.37397155531e-2f));
+    p = fma(p, s, set(1.33314422036e-1f));
+    p = fma(p, s, set(-3.33332819422e-1f));
+    p = fma(mul(p, s), x, x);
+    const F sign = from_bits(and_i(bits(x), set_i(INT32_MIN)));
+    const F far = from_bits(or_i(bits(big), bits(sign)));
+    return select_less(a, set(0.625f), p, far);
+}
+
+QD_INLINE F silu(F x) { return div(x, add(set(1.0f), exp(sub(zero(), max(set(-87.0f), x))))); }
+
+QD_INLINE F gelu_tanh(F x) {
+    const F inner = mul(set(0.7978845608f), fma(mul(mul(x, x), x), set(0.044715f), x));
+    return mul(mul(set(0.5f), x), add(set(1.0f), tanh(inner)));
+}
+
+// x · Φ(x) with erf by Abramowitz & Stegun 7.1.26 (absolute error 1.5e-7).
+QD_INLINE F gelu(F x) {
+    const F z = mul(abs(x), set(0.70710678f));
+    const F t = div(set(1.0f), fma(set(0.3275911f), z, set(1.0f)));
+    F p = set(1.061405429f);
+    p = fma(p, t, set(-1.453152027f));
+    p = fma(p, t, set(1.421413741f));
+    p = fma(p, t, set(-0.284496736f));
+    p = mul(fma(p, t, set(0.254829592f)), t);
+    const F tail = mul(p, exp(sub(zero(), mul(z, z))));  // erfc(|x| / √2)
+    const F half = mul(set(0.5f), tail);
+    return mul(x, select_less(x, zero(), half, sub(set(1.0f), half)));
+}
+
+}  // namespace qd

@@ -1,0 +1,106 @@
+// Sixteen lanes as one AVX-512 register (needs F, BW, VL, DQ, VNNI, BF16). See simd.h.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace qd {
+
+using F = __m512;   // 16 × float32
+using I = __m512i;  // 16 × int32, or 32 × bfloat16 as 16 pairs, or 64 bytes as 16 × 4
+
+constexpr int MAX_ROWS = 6;    // rows of a GEMM tile whose accumulators stay in registers
+constexpr int DIRECT_ROWS = 4; // up to so many rows, KV codes are widened on the way
+
+QD_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+QD_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+QD_INLINE F set(float x) { return _mm512_set1_ps(x); }
+QD_INLINE F zero() { return _mm512_setzero_ps(); }
+QD_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+QD_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+QD_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+QD_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+QD_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }    // a · b + c
+QD_INLINE F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }  // c − a · b
+QD_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+QD_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+QD_INLINE F abs(F a) { return _mm512_abs_ps(a); }
+QD_INLINE F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+QD_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
+QD_INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
+QD_INLINE float smallest(F a) { return _mm512_reduce_min_ps(a); }
+QD_INLINE F select_less(F a, F b, F yes, F no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+
+QD_INLINE I load_i(const void* p) { return _mm512_loadu_si512(p); }
+QD_INLINE void store_i(void* p, I x) { _mm512_storeu_si512(p, x); }
+QD_INLINE I set_i(int32_t x) { return _mm512_set1_epi32(x); }
+QD_INLINE I zero_i() { return _mm512_setzero_si512(); }
+QD_INLINE I add_i(I a, I b) { return _mm512_add_epi32(a, b); }
+QD_INLINE I sub_i(I a, I b) { return _mm512_sub_epi32(a, b); }
+QD_INLINE I min_i(I a, I b) { return _mm512_min_epi32(a, b); }
+QD_INLINE I max_i(I a, I b) { return _mm512_max_epi32(a, b); }
+QD_INLINE I and_i(I a, I b) { return _mm512_and_si512(a, b); }
+QD_INLINE I or_i(I a, I b) { return _mm512_or_si512(a, b); }
+template <int N> QD_INLINE I shift_left(I a) { return _mm512_slli_epi32(a, N); }
+template <int N> QD_INLINE I shift_right(I a) { return _mm512_srli_epi32(a, N); }
+QD_INLINE I shift_left_by(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+QD_INLINE I bits(F a) { return _mm512_castps_si512(a); }
+QD_INLINE F from_bits(I a) { return _mm512_castsi512_ps(a); }
+QD_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+QD_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
+QD_INLINE int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a); }
+QD_INLINE F select_less_i(I a, I b, F yes, F no) {
+    return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(a, b), no, yes);
+}
+QD_INLINE F power_of_two(F p, F n) { return _mm512_scalef_ps(p, n); }  // p · 2ⁿ, n integral
+
+QD_INLINE I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+QD_INLINE I load_s8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+QD_INLINE void store_s8(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
+QD_INLINE void store_u8(uint8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+QD_INLINE F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+QD_INLINE void store_half(uint16_t* p, F x) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// Pairs of bfloat16: lane n holds `even` in its low and `odd` in its high half.
+QD_INLINE I pack_pairs(F even, F odd) {
+    const I lo = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+    const I hi = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+    return _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
+}
+// Thirty-two consecutive floats as bfloat16, so that floats 2n, 2n + 1 are pair n.
+QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
+    _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(second, first));
+}
+// 16 bytes of even and 16 bytes of odd elements, signed, as pairs: bfloat16 holds them exactly.
+QD_INLINE I widen_s8(const uint8_t* p) {
+    const I even = bits(to_float(load_s8((const int8_t*)p)));
+    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+}
+// 64 bytes: word 2 · lane + j, nibble m is element (2 m + j) of its lane, offset by 8 → 4 pairs.
+QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
+    const I table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        (short)0xC100, (short)0xC0E0, (short)0xC0C0, (short)0xC0A0, (short)0xC080, (short)0xC040,
+        (short)0xC000, (short)0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0));
+    const I v = _mm512_loadu_si512(p);
+    out[0] = _mm512_permutexvar_epi16(v, table);  // reads the low 5 bits; both halves of the table agree
+    out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
+    out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table);
+    out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table);
+}
+// acc + even · even + odd · odd of bfloat16 pairs.
+QD_INLINE F pair_dot(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+
+// acc + Σ of 4 products of unsigned and signed bytes; codes of 4 bits are ≤ 15.
+QD_INLINE I dot_u8(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
+QD_INLINE I dot_u4(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
+QD_INLINE I low_nibbles(I v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+QD_INLINE I high_nibbles(I v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+
+QD_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+QD_INLINE void pause() { _mm_pause(); }
+
+}  // namespace qd

@@ -1,0 +1,314 @@
+// One step on one thread: the same phases on all of them, in the same order.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "engine.h"
+
+namespace qd {
+
+namespace {
+
+constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
+
+class Step final {
+public:
+    Step(Model& model, int thread, uint64_t number)
+        : model_(model), spec_(model.spec()), plan_(model.plan(number)), engine_(*plan_.engine), kv_(engine_.kv),
+          work_(model.workspace(thread)), scratch_(engine_.attention[thread]), number_(number) {}
+
+    void run() {
+        embed();
+        for (int i = 0; i < spec_.num_layers && going_; i++) layer(i);
+        if (going_ && plan_.logit_rows) logits();
+    }
+
+private:
+    template <class Prepare, class Work> void phase(int count, Prepare prepare, Work work) {
+        Phase& at = engine_.phases[next_phase_++];
+        if (going_) going_ = run_phase(model_.threads(), at, number_, count, prepare, work);
+    }
+
+    // A phase over rows in chunks of several.
+    template <class Work> void each_row(int rows, Work work) {
+        phase((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, [] {}, [&](int chunk) {
+            const int end = std::min(rows, (chunk + 1) * ROWS_PER_CHUNK);
+            for (int row = chunk * ROWS_PER_CHUNK; row < end; row++) work(row);
+        });
+    }
+
+    // epilogue(row, tile, values) of matrix · source(row). source returns a row of floats, padded
+    // with zeros; it may use the thread's rows 0 and 1.
+    template <class Source, class Epilogue>
+    void linear(const qd_matrix& m, int rows, Source source, Epilogue epilogue) {
+        const bool alone = rows <= ALONE_ROWS;
+        const Activations a =
+            lay_out(m, spec_.act_mode, rows, alone ? work_.activations.data() : engine_.shared.data());
+        const auto put = [&](int row) { put_row(source(row), row, m, a, work_.row(2)); };
+        if (!alone) each_row(rows, put);
+        const TileKernel* kernels = tile_kernels(m, spec_.act_mode);
+        const int64_t tiles = round_up(m.rows, TILE) / TILE, threads = model_.threads().count();
+        int64_t height = cached_rows(a), bands = 1;
+        if (rows > height) bands = (rows + height - 1) / height;
+        height = (rows + bands - 1) / bands;
+        const int64_t wanted = std::max<int64_t>(6 * threads, rows > 16 ? tiles : 0);
+        const int64_t columns = std::min(tiles, (wanted + bands - 1) / bands);
+        phase(int(bands * columns),
+              [&] {
+                  if (alone)
+                      for (int row = 0; row < rows; row++) put(row);
+              },
+              [&](int chunk) {
+                  const int64_t column = chunk / bands, band = chunk % bands;
+                  const int64_t low = band * height, high = std::min<int64_t>(rows, low + height);
+                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue);
+              });
+    }
+
+    void embed();
+    void layer(int index);
+    void store_keys(int index, const qd_layer& layer);
+    void attend(int index, const qd_layer& layer);
+    void attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, int rope);
+    const float* attended(int row);
+    void logits();
+    void add_normed(const float* weight);
+
+    float* x(int64_t row) { return engine_.x.as<float>() + row * engine_.hidden_width; }
+    float* delta(int64_t row) { return engine_.delta.as<float>() + row * engine_.hidden_width; }
+    float* qkv(int64_t row) { return engine_.qkv.as<float>() + row * engine_.qkv_width; }
+    float* inner(int64_t row) { return engine_.inner.as<float>() + row * engine_.inner_width; }
+    const float* normed(const float* row, const float* weight) {
+        rms_norm(row, weight, spec_.hidden, spec_.norm_eps, work_.row(0));
+        return work_.row(0);
+    }
+    int64_t angle_stride() const { return (int64_t)spec_.num_ropes * spec_.head_dim / 2; }
+    float* cosines(int rope) { return engine_.cosines.as<float>() + (int64_t)rope * spec_.head_dim / 2; }
+    float* sines(int rope) { return engine_.sines.as<float>() + (int64_t)rope * spec_.head_dim / 2; }
+    Partial partial(const Tile& tile, int head, int split, int row) {
+        const int64_t slot = tile.partial + (int64_t)head * tile.num_splits + split;
+        float* at = engine_.partials.as<float>() + (slot * engine_.tile_rows + row) * (kv_.head_dim + 2);
+        return {at[kv_.head_dim], at[kv_.head_dim + 1], at};
+    }
+
+    Model& model_;
+    const qd_model& spec_;
+    Plan& plan_;
+    Engine& engine_;
+    const KVLayout& kv_;
+    Workspace& work_;
+    AttentionScratch& scratch_;
+    const uint64_t number_;
+    int next_phase_ = 0;
+    bool going_ = true;
+};
+
+void Step::embed() {
+    each_row(plan_.tokens, [&](int row) {
+        float* out = x(row);
+        dequantize_row(spec_.embedding, plan_.ids[row], out);
+        if (spec_.embedding_multiplier != 1.0f)
+            for (int64_t i = 0; i < engine_.hidden_width; i += LANES)
+                store(out + i, mul(load(out + i), set(spec_.embedding_multiplier)));
+        const int half = spec_.head_dim / 2;
+        for (int rope = 0; rope < spec_.num_ropes; rope++)
+            for (int i = 0; i < half; i++) {
+                const float angle = (float)plan_.positions[row] * spec_.inverse_frequencies[rope * half + i];
+                cosines(rope)[row * angle_stride() + i] = std::cos(angle) * spec_.rope_scales[rope];
+                sines(rope)[row * angle_stride() + i] = std::sin(angle) * spec_.rope_scales[rope];
+            }
+    });
+}
+
+void Step::layer(int index) {
+    const qd_layer& layer = model_.layer(index);
+    const int rows = plan_.tokens;
+    const auto store_to = [](float* out, int64_t tile, const F* values) {
+        store(out + tile * TILE, values[0]), store(out + tile * TILE + LANES, values[1]);
+    };
+    const auto into_residual = [&](int64_t row, int64_t tile, const F* values) {
+        if (spec_.sandwich_norms) return store_to(delta(row), tile, values);
+        float* out = x(row) + tile * TILE;
+        store(out, add(load(out), values[0])), store(out + LANES, add(load(out + LANES), values[1]));
+    };
+    linear(layer.qkv, rows, [&](int row) { return normed(x(row), layer.input_norm); },
+           [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); });
+    store_keys(index, layer);
+    attend(index, layer);
+    linear(layer.o, rows, [&](int row) { return attended(row); }, into_residual);
+    if (spec_.sandwich_norms) add_normed(layer.post_attention_norm);
+    const float* norm = spec_.sandwich_norms ? layer.pre_feedforward_norm : layer.post_attention_norm;
+    linear(layer.gate_up, rows, [&](int row) { return normed(x(row), norm); },
+           [&](int64_t row, int64_t tile, const F* values) {
+               const F gate = spec_.activation == QD_SILU        ? silu(values[0])
+                              : spec_.activation == QD_GELU_TANH ? gelu_tanh(values[0])
+                                                                 : gelu(values[0]);
+               store(inner(row) + tile * LANES, mul(gate, values[1]));
+           });
+    linear(layer.down, rows, [&](int row) { return inner(row); }, into_residual);
+    if (spec_.sandwich_norms) add_normed(layer.post_feedforward_norm);
+}
+
+void Step::add_normed(const float* weight) {
+    each_row(plan_.tokens, [&](int row) {
+        const float* add_to = normed(delta(row), weight);
+        for (int64_t i = 0; i < engine_.hidden_width; i += LANES)
+            store(x(row) + i, add(load(x(row) + i), load(add_to + i)));
+    });
+}
+
+// Rotates and stores the step's K and V; a block that is full now is sealed at once.
+void Step::store_keys(int index, const qd_layer& layer) {
+    const int heads = spec_.kv_heads, dim = spec_.head_dim;
+    phase((int)plan_.fills.size() * heads, [] {}, [&](int chunk) {
+        const Plan::Fill& fill = plan_.fills[chunk / heads];
+        const int head = chunk % heads, begin = fill.block * kv_.block_size, end = begin + kv_.block_size;
+        const int64_t entry = plan_.tables[fill.slice] + fill.block;
+        uint8_t* open = engine_.opened(index, plan_.open[entry], head);
+        // What a pool block held before may be NaN, and 0 · NaN isn't 0.
+        if (fill.low == begin && fill.high < end) std::memset(open, 0, kv_.open_bytes());
+        float* key = work_.row(0);
+        for (int p = fill.low; p < fill.high; p++) {
+            const int64_t row = fill.row + p - fill.low;
+            const float* source = qkv(row) + (spec_.q_heads + head) * dim;
+            std::memcpy(key, source, dim * sizeof(float));
+            if (layer.k_norm) head_norm(key, layer.k_norm, dim, spec_.norm_eps);
+            rotate(key, cosines(layer.rope) + row * angle_stride(), sines(layer.rope) + row * angle_stride(), dim);
+            store_token(kv_, open, p - begin, key, source + heads * dim);
+        }
+        if (fill.high == end && plan_.sealed[entry] >= 0)
+            seal_block(kv_, open, engine_.sealed_block(index, plan_.sealed[entry], head));
+    });
+}
+
+struct LayerBlocks final : BlockSource {
+    LayerBlocks(const Engine& e, const Plan& p, int layer_index, int kv_head, int slice)
+        : engine(e), plan(p), layer(layer_index), head(kv_head), base(p.tables[slice]) {}
+
+    Block find(int block, int query_block) const override {
+        if (engine.kv.reads_sealed(block, query_block))
+            return {engine.sealed_block(layer, plan.sealed[base + block], head), true};
+        return {engine.opened(layer, plan.open[base + block], head), false};
+    }
+
+    const Engine& engine;
+    const Plan& plan;
+    const int layer, head;
+    const int64_t base;
+};
+
+void Step::attend(int index, const qd_layer& layer) {
+    const HeadRule rule{spec_.q_heads / spec_.kv_heads, layer.window, spec_.attention_scale, spec_.attention_cap,
+                        spec_.norm_eps, layer.q_norm, layer.k_norm};
+    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer.rope); });
+}
+
+void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, int rope) {
+    const Tile& tile = plan_.tiles[chunk.tile];
+    AttentionScratch& s = scratch_;
+    const int dim = kv_.head_dim, heads = rule.queries_per_head, rows = tile.count * heads;
+    const LayerBlocks blocks(engine_, plan_, index, chunk.head, tile.slice);
+    load_queries(kv_, rule, tile, qkv(0) + (int64_t)chunk.head * heads * dim, engine_.qkv_width, cosines(rope),
+                 sines(rope), angle_stride(), s);
+    if (tile.partial >= 0) {
+        attend_split(kv_, rule, tile, chunk.first, blocks, s);
+        for (int r = 0; r < rows; r++) {
+            float* at = partial(tile, chunk.head, chunk.first, r).values;
+            std::memcpy(at, s.values + (int64_t)r * dim, dim * sizeof(float));
+            at[dim] = s.most[r], at[dim + 1] = s.total[r];
+        }
+        return;
+    }
+    for (int r = 0; r < rows; r++) s.all_most[r] = NOTHING, s.all_total[r] = 0;
+    std::memset(s.merged, 0, (int64_t)rows * dim * sizeof(float));
+    for (int split = chunk.first; split < chunk.last; split++) {
+        attend_split(kv_, rule, tile, split, blocks, s);
+        for (int r = 0; r < rows; r++) {
+            Partial all{s.all_most[r], s.all_total[r], s.merged + (int64_t)r * dim};
+            merge(all, {s.most[r], s.total[r], s.values + (int64_t)r * dim}, dim);
+            s.all_most[r] = all.most, s.all_total[r] = all.total;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float* out = engine_.attended.as<float>() + (tile.row + r / heads) * engine_.attention_width +
+                     (chunk.head * heads + r % heads) * dim;
+        const F inverse = set(1.0f / s.all_total[r]);
+        for (int i = 0; i < dim; i += LANES) store(out + i, mul(load(s.merged + (int64_t)r * dim + i), inverse));
+    }
+}
+
+// A row's attention over all heads; merges its partial results if it has any.
+const float* Step::attended(int row) {
+    const Tile& tile = plan_.tiles[plan_.tile_of_row[row]];
+    if (tile.partial < 0) return engine_.attended.as<float>() + row * engine_.attention_width;
+    const int dim = kv_.head_dim, heads = spec_.q_heads / spec_.kv_heads;
+    float* out = work_.row(0);
+    std::memset(out, 0, engine_.attention_width * sizeof(float));
+    for (int head = 0; head < spec_.q_heads; head++) {
+        Partial all{NOTHING, 0, out + head * dim};
+        const int at = (row - tile.row) * heads + head % heads;
+        for (int split = 0; split < tile.num_splits; split++)
+            merge(all, partial(tile, head / heads, split, at), dim);
+        const F inverse = set(1.0f / all.total);
+        for (int i = 0; i < dim; i += LANES) store(all.values + i, mul(load(all.values + i), inverse));
+    }
+    return out;
+}
+
+void Step::logits() {
+    linear(spec_.head, plan_.logit_rows,
+           [&](int row) { return normed(x(plan_.logit_tokens[row]), spec_.norm); },
+           [&](int64_t row, int64_t tile, const F* values) {
+               float* out = plan_.logits + row * plan_.logits_stride + tile * TILE;
+               for (int h = 0; h < 2; h++) {
+                   const F cap = set(spec_.logit_cap);
+                   store(out + h * LANES, spec_.logit_cap > 0 ? mul(tanh(div(values[h], cap)), cap) : values[h]);
+               }
+           });
+}
+
+}  // namespace
+
+double Model::read_seconds(int64_t bytes, int repeats) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const Memory memory(bytes);
+    std::memset(memory.data(), 1, bytes);  // else every page is the same page of zeros
+    double fastest = INFINITY;
+    for (int i = 0; i < repeats; i++) {
+        Plan& plan = next_plan();
+        plan = Plan{};
+        plan.stream = memory.data(), plan.stream_bytes = bytes;
+        const auto start = std::chrono::steady_clock::now();
+        threads_->run();
+        fastest = std::min(fastest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    wait_until_left(threads_->next_step() - 1);
+    return fastest;
+}
+
+namespace {
+
+void read_stream(Model& model, const Plan& plan, uint64_t step) {
+    constexpr int64_t PIECE = 1 << 20;
+    run_phase(model.threads(), model.stream, step, int((plan.stream_bytes + PIECE - 1) / PIECE), [] {}, [&](int chunk) {
+        const uint8_t* p = plan.stream + chunk * PIECE;
+        const int64_t end = std::min(PIECE, plan.stream_bytes - chunk * PIECE) / 256 * 256;
+        I sums[4] = {zero_i(), zero_i(), zero_i(), zero_i()};
+        for (int64_t i = 0; i < end; i += 256) {
+            prefetch(p + i + 4096);
+            for (int j = 0; j < 4; j++) sums[j] = add_i(sums[j], load_i(p + i + j * 64));
+        }
+        volatile int32_t kept = sum_i(add_i(add_i(sums[0], sums[1]), add_i(sums[2], sums[3])));
+        (void)kept;
+    });
+}
+
+}  // namespace
+
+void run_step(Model& model, int thread, uint64_t step) {
+    const Plan& plan = model.plan(step);
+    if (plan.stream) return read_stream(model, plan, step);
+    Step(model, thread, step).run();
+}
+
+}  // namespace qd

@@ -1,0 +1,67 @@
+#include "threads.h"
+
+namespace qd {
+
+namespace {
+// About a third of a millisecond: longer than the gap between two steps of a busy engine.
+constexpr int IDLE_SPINS = 20000;
+}  // namespace
+
+Threads::Threads(int count, Body body) : count_(count), body_(std::move(body)), seats_(new Seat[count]) {
+    for (int i = 1; i < count; i++) workers_.emplace_back([this, i] { work(i); });
+}
+
+Threads::~Threads() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_.store(true);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+}
+
+bool Threads::left(uint64_t step) const {
+    for (int i = 1; i < count_; i++) {
+        const uint64_t inside = seats_[i].inside.load(std::memory_order_seq_cst);
+        if (inside != 0 && inside <= step) return false;
+    }
+    return true;
+}
+
+void Threads::run() {
+    const uint64_t step = step_.load(std::memory_order_relaxed) + 1;
+    step_.store(step, std::memory_order_seq_cst);
+    if (asleep_.load(std::memory_order_seq_cst) > 0) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    body_(0, step);
+}
+
+void Threads::work(int thread) {
+    Seat& seat = seats_[thread];
+    uint64_t last = 0;
+    while ((last = wait_for(last)) != 0) {
+        // Announced before the step is checked again: whoever recycles a plan sees one or the other.
+        seat.inside.store(last, std::memory_order_seq_cst);
+        if (step_.load(std::memory_order_seq_cst) == last) body_(thread, last);
+        seat.inside.store(0, std::memory_order_seq_cst);
+    }
+}
+
+// The next step after `last`; 0 when the pool closes. Spins for a while, then sleeps.
+uint64_t Threads::wait_for(uint64_t last) {
+    for (int spins = 0; spins < IDLE_SPINS; spins++) {
+        const uint64_t step = step_.load(std::memory_order_acquire);
+        if (step != last) return step;
+        if (stop_.load(std::memory_order_relaxed)) return 0;
+        pause();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [&] { return stop_.load() || step_.load(std::memory_order_seq_cst) != last; });
+    asleep_.fetch_sub(1, std::memory_order_seq_cst);
+    return stop_.load() ? 0 : step_.load(std::memory_order_acquire);
+}
+
+}  // namespace qd
