@@ -30,7 +30,7 @@ void check(const qd_matrix& m, const char* name, int rows, int cols) {
     if (m.kind <= QD_W8)
         require(m.group >= 8 && m.group % 8 == 0 && m.cols % m.group == 0,
                 "%s has groups of %d; they must be multiples of 8 that divide %d", name, m.group, m.cols);
-    require(m.tiles != nullptr, "%s has no tiles", name);
+    require(m.tiles != nullptr && (uintptr_t)m.tiles % 64 == 0, "%s has no tiles, or not at a multiple of 64", name);
     require(m.tile_bytes >= least_tile_bytes(m) && m.tile_bytes % 64 == 0, "%s has tiles of %d bytes", name, (int)m.tile_bytes);
     for (int i = 0; m.permutation && i < m.cols; i++)
         require(m.permutation[i] >= 0 && m.permutation[i] < m.cols, "%s has the column %d in its permutation", name,

@@ -128,7 +128,8 @@ void Engine::plan_step(const qd_step& step, Plan& plan) {
         if (id < 0 || id >= model.spec().vocab) fail(describe("token id %d is outside the vocabulary", id));
     int row = 0;
     for (int s = 0; s < step.num_slices; s++) {
-        if (step.starts[s] < 0 || step.counts[s] < 1 || step.num_logits[s] < 0 || step.num_logits[s] > step.counts[s])
+        if (step.starts[s] < 0 || step.counts[s] < 1 || step.starts[s] > INT32_MAX - step.counts[s] - kv.block_size ||
+            step.num_logits[s] < 0 || step.num_logits[s] > step.counts[s])
             fail(describe("slice %d has an impossible start, count or number of logits", s));
         if (row + step.counts[s] > step.num_tokens) fail(describe("slice %d exceeds the step's tokens", s));
         plan_slice(step, s, row, plan);

@@ -4,10 +4,9 @@
 // and changes nothing. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
 #include <cmath>
 #include <cstdio>
-#include <functional>
 #include <string>
 
-#include "sequences.h"
+#include "malformed.h"
 
 using namespace stress;
 
@@ -16,7 +15,8 @@ static unsigned long long current_seed = 0;
 static void check(bool holds, const char* what) {
     if (holds) return;
     std::printf("FAILED %s, seed %llu: %s (last error: %s)\n", qd_isa(), current_seed, what, qd_error());
-    std::exit(1);
+    std::fflush(stdout);
+    std::_Exit(1);  // no destructors, no leak report
 }
 
 static bool runs_here() {
@@ -56,7 +56,7 @@ struct Case {
     explicit Case(uint64_t seed)
         : random(seed), owner(random, (int)random.between(QD_ACT_INT8, QD_ACT_FP32)), model(owner.model) {
         kv.dtype = (int)random.between(QD_KV_BF16, QD_KV_FP8);
-        kv.block_size = random.pick<int>({16, 32, 64});
+        kv.block_size = random.pick<int>({16, 32, 48, 64});
         kv.sink_blocks = (int)random.between(0, 2);
         kv.residual_blocks = (int)random.between(0, 2);
         const int count = (int)random.between(1, 6);
@@ -112,48 +112,43 @@ static int chunk(Random& random, int left) {
     return std::min((int)random.between(2, random.chance(40) ? 9 : 130), left);
 }
 
-// A way to spoil a step, with its name. slice, token, tail: places that exist; tail: the last block.
-struct Fault {
-    const char* name;
-    std::function<void(qd_step&, Step&)> spoil;
-};
-
-static std::vector<Fault> faults(const Case& c, size_t slice, size_t token, size_t tail) {
-    return {
-        {"token = vocab", [=, &c](qd_step&, Step& s) { s.token_ids[token] = c.model.vocab; }},
-        {"token −1", [=](qd_step&, Step& s) { s.token_ids[token] = -1; }},
-        {"start −1", [=](qd_step&, Step& s) { s.starts[slice] = -1; }},
-        {"start beyond any table", [=](qd_step&, Step& s) { s.starts[slice] = INT32_MAX - 1; }},
-        {"count 0", [=](qd_step&, Step& s) { s.counts[slice] = 0; }},
-        {"count −3", [=](qd_step&, Step& s) { s.counts[slice] = -3; }},
-        {"counts that don't add up", [=](qd_step&, Step& s) { s.counts[slice]--; }},
-        {"more logits than tokens", [=](qd_step&, Step& s) { s.num_logits[slice] = s.counts[slice] + 1; }},
-        {"num_logits −1", [=](qd_step&, Step& s) { s.num_logits[slice] = -1; }},
-        {"an open id out of range", [=, &c](qd_step&, Step& s) { s.open[tail] = c.num_open; }},
-        {"an open id below −1", [=](qd_step&, Step& s) { s.open[tail] = -2; }},
-        {"a sealed id out of range", [=, &c](qd_step&, Step& s) { s.sealed[tail] = c.num_sealed; }},
-        {"a block without an id", [=](qd_step&, Step& s) { s.open[tail] = s.sealed[tail] = -1; }},
-        {"−1 slices", [](qd_step& view, Step&) { view.num_slices = -1; }},
-        {"−1 tokens", [](qd_step& view, Step&) { view.num_tokens = -1; }},
-        {"a stride below the vocabulary", [&c](qd_step& view, Step& s) {
-             view.logits_stride = c.model.vocab - 1;
-             if (s.rows == 0) view.num_slices = -1;  // no rows, no stride
-         }},
-    };
-}
-
 // One malformed variant of a step: refused with a message, and nothing is computed.
 static void refuse_one(Case& c, void* engine, Step step) {
     const size_t slice = (size_t)c.random.between(0, (int64_t)step.starts.size() - 1);
     const size_t token = (size_t)c.random.between(0, (int64_t)step.token_ids.size() - 1);
     const int last = step.starts[slice] + step.counts[slice] - 1;
     const size_t tail = step.table_starts[slice] + last / c.kv.block_size;
-    const Fault fault = c.random.pick(faults(c, slice, token, tail));
+    const auto fault = c.random.pick(step_faults(slice, token, tail, c.num_open, c.num_sealed));
     qd_step view = step.view(0);
     fault.spoil(view, step);
     check(qd_execute(engine, &view) == -1, fault.name);
     check(qd_error()[0] != 0, "a refusal has a message");
     for (float x : step.logits) check(x == Step::CANARY, "a refused step computes nothing");
+}
+
+// Every malformed variant of the model and of its KV configuration.
+static void refuse_models(Case& c) {
+    for (const auto& fault : model_faults()) {
+        qd_model spoiled = c.model;
+        std::vector<qd_layer> layers(c.model.layers, c.model.layers + c.model.num_layers);
+        qd_layer* first = layers.data();
+        fault.spoil(spoiled, first);
+        spoiled.layers = first;
+        check(qd_model_create(&spoiled, 1) == nullptr, fault.name);
+        check(qd_error()[0] != 0, "a refusal has a message");
+    }
+    check(qd_model_create(&c.model, 0) == nullptr, "0 threads");
+    void* model = qd_model_create(&c.model, 1);
+    check(model, "a model is created");
+    for (const auto& fault : kv_faults()) {
+        qd_kv spoiled = c.kv;
+        fault.spoil(spoiled);
+        check(qd_engine_create(model, &spoiled) == nullptr, fault.name);
+        check(qd_error()[0] != 0, "a refusal has a message");
+    }
+    void* engine = qd_engine_create(model, &c.kv);
+    check(qd_kv_allocate(engine, -1, 4) == -1, "−1 open blocks");
+    qd_engine_destroy(engine), qd_model_destroy(model);
 }
 
 // All sequences together, in random chunks, twice over the same pools.
@@ -229,6 +224,7 @@ int main(int count, char** arguments) {
     const unsigned long long first = count > 2 ? std::stoull(arguments[2]) : 1;
     for (current_seed = first; current_seed < first + cases; current_seed++) {
         Case c(current_seed);
+        refuse_models(c);
         check_linear(c);
         compute_whole(c);
         compute_chunked(c, 1);
