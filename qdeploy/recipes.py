@@ -21,7 +21,7 @@ class _Section(BaseModel):
 class KVSection(_Section):
     """The KV-cache policy that the artifact carries."""
 
-    dtype: Literal["bf16", "int8", "int4", "k8v4"] = "bf16"
+    dtype: Literal["bf16", "int8", "int4", "k8v4", "fp8"] = "bf16"
     block_size: int = 64
     sink_blocks: int = 1
     residual_blocks: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
 
-KV_DTYPES = ("bf16", "int8", "int4", "k8v4")
+KV_DTYPES = ("bf16", "int8", "int4", "k8v4", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

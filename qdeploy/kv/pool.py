@@ -21,6 +21,7 @@ def sealed_layout(spec: DecoderSpec, config: KVCacheConfig) -> SealedLayout:
         block_size=config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        e4m3=config.dtype == "fp8",
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from executors.driving import executor_of, logits_in_chunks
-from kivi_oracle import seal_group
+from kivi_oracle import seal_group, seal_group_e4m3
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.kivi import BITS
 from qdeploy.runtime.executors.reference import ReferenceExecutor
@@ -40,12 +40,14 @@ class Sealed:
         pools.seal = recording  # type: ignore[method-assign]
 
 
-def through_codes(x: Tensor, dim: int, bits: int) -> Tensor:
+def through_codes(x: Tensor, dim: int, bits: int, dtype: str) -> Tensor:
     """x [heads, tokens, channels] with each group along `dim` sealed and read back, float64."""
     out = torch.empty_like(x)
     for group, target in zip(x.unbind(3 - dim), out.unbind(3 - dim), strict=True):
         for row, into in zip(group, target, strict=True):
-            into.copy_(torch.from_numpy(seal_group(row.numpy(), bits)))
+            group_of = row.numpy()
+            sealed = seal_group_e4m3(group_of) if dtype == "fp8" else seal_group(group_of, bits)
+            into.copy_(torch.from_numpy(sealed))
     return out.double()
 
 
@@ -96,8 +98,8 @@ def naive_attention(
         for mine, theirs in ((k[span], block_k), (v[span], block_v)):
             torch.testing.assert_close(theirs.transpose(0, 1).double(), mine, atol=1e-4, rtol=0)
         bits_k, bits_v = BITS[config.dtype]
-        sealed_k[span] = through_codes(block_k, 1, bits_k).transpose(0, 1)
-        sealed_v[span] = through_codes(block_v, 2, bits_v).transpose(0, 1)
+        sealed_k[span] = through_codes(block_k, 1, bits_k, config.dtype).transpose(0, 1)
+        sealed_v[span] = through_codes(block_v, 2, bits_v, config.dtype).transpose(0, 1)
     for t in range(len(q)):
         choose = [config.reads_sealed(s // size, t // size) for s in range(t + 1)]
         pick = torch.tensor(choose)[:, None, None]
@@ -110,7 +112,7 @@ def naive_attention(
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "k8v4"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "k8v4", "fp8"])
 @pytest.mark.parametrize(("sink", "residual"), [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_agrees_with_one_query_at_a_time(dtype: str, sink: int, residual: int) -> None:
     config = KVCacheConfig(dtype=dtype, block_size=16, sink_blocks=sink, residual_blocks=residual)

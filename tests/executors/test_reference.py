@@ -42,7 +42,7 @@ def reference(folder: Path) -> Executor:
     return load_executor(folder, backend="reference", kv_config=INT4)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int4", "k8v4"])
+@pytest.mark.parametrize("dtype", ["bf16", "int4", "k8v4", "fp8"])
 @pytest.mark.parametrize(("sink", "residual"), [(0, 0), (1, 2), (2, 1)])
 def test_only_what_was_written_is_read(
     base: Executor, dtype: str, sink: int, residual: int

@@ -17,7 +17,7 @@ def test_block_size_is_a_power_of_two_from_8(size: int) -> None:
 
 
 def test_unknown_formats_are_named() -> None:
-    with pytest.raises(UsageError, match=r"'int3'.*bf16, int8, int4, k8v4"):
+    with pytest.raises(UsageError, match=r"'int3'.*bf16, int8, int4, k8v4, fp8"):
         KVCacheConfig(dtype="int3")
 
 

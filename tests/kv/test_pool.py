@@ -21,7 +21,7 @@ def tiny_spec(head_dim: int = 64) -> DecoderSpec:
     return spec_from_config(config | {"architectures": ["LlamaForCausalLM"]})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "k8v4"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "k8v4", "fp8"])
 @pytest.mark.parametrize("size", [8, 64])
 def test_stored_bytes_are_the_arithmetic(dtype: str, size: int) -> None:
     spec, config = tiny_spec(), KVCacheConfig(dtype=dtype, block_size=size)
@@ -39,7 +39,7 @@ def test_x11_int4_bytes_per_token_against_bf16() -> None:
     assert sealed_block_bytes(spec, config) <= 0.32 * bf16
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4", "fp8"])
 def test_x10_168_single_tokens_equal_168_at_once(tmp_path: Path, dtype: str) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "m")
     config = KVCacheConfig(dtype=dtype, block_size=32, sink_blocks=0, residual_blocks=1)

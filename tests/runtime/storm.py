@@ -43,7 +43,7 @@ def storms(
 ) -> st.SearchStrategy[Storm]:
     kv = st.builds(
         KVCacheConfig,
-        dtype=st.sampled_from(["int4", "int8", "k8v4", "bf16"]),
+        dtype=st.sampled_from(["int4", "int8", "k8v4", "fp8", "bf16"]),
         block_size=st.just(block_size),
         sink_blocks=st.integers(0, 1),
         residual_blocks=st.integers(0, 1),

@@ -57,7 +57,7 @@ def test_x08_x09_every_request_equals_its_solo_run(
     assert_equals_solo(storm, executors.engine)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8", "k8v4", "bf16"])
+@pytest.mark.parametrize("dtype", ["int4", "int8", "k8v4", "fp8", "bf16"])
 def test_a_storm_that_preempts(executors: Executors, dtype: str) -> None:
     storm = Storm(
         kv=KVCacheConfig(dtype=dtype, block_size=16, residual_blocks=1),
