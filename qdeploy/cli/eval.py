@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdeploy.cli.console import RichProgress, print_json, run, stdout
-from qdeploy.cli.options import Artifact, Backend, Json, Quiet, Threads, Verbose
+from qdeploy.cli.options import Act, Artifact, Backend, Json, Quiet, Threads, Verbose
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KV_DTYPES, KVCacheConfig
 from qdeploy.progress import Progress
@@ -34,6 +34,7 @@ def evaluate_command(
     suite: Annotated[str, typer.Option(help="quick: 4 windows; full: the whole text.")] = "quick",
     gate: Annotated[str | None, typer.Option(help="E.g. kl<0.05,top1>0.9, or a file.")] = None,
     backend: Backend = "auto",
+    act: Act = None,
     threads: Threads = None,
     write: Annotated[
         bool | None,
@@ -68,6 +69,7 @@ def evaluate_command(
             max_windows=sessions.QUICK_WINDOWS if suite == "quick" else None,
             stride=stride,
             backend=backend,
+            act=act,
             threads=threads,
             progress=progress,
         )

@@ -31,7 +31,11 @@ Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", callback=_quiet, help="Only results, warnings and errors.")
 ]
 Artifact = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Folder, .gguf, hub or pypi:.")]
-Backend = Annotated[str, typer.Option(help="auto or reference.")]
+Backend = Annotated[str, typer.Option(help="auto (the fastest that runs here), cpu or reference.")]
+Act = Annotated[
+    str | None,
+    typer.Option(help="Activations: int8 (dynamic; cpu's default) or fp32 (exact)."),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")]
 
 

@@ -11,11 +11,11 @@ import typer
 from qdeploy.cli.console import RichProgress, print_json, run, stdout
 from qdeploy.cli.options import Json, Quiet, Threads, Verbose, parse_size
 from qdeploy.errors import UsageError
-from qdeploy.recipes import Recipe, load_recipe, parse_recipe
 
 if TYPE_CHECKING:
     from qdeploy.evaluation.evaluate import Evaluation
     from qdeploy.pipeline import QuantizeResult
+    from qdeploy.recipes import Recipe
 
 
 def quantize(
@@ -32,7 +32,9 @@ def quantize(
     quantize_embeddings: Annotated[
         int | None, typer.Option(help="8 or 4 bits for embedding and head, applied at load.")
     ] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="bf16, int8, int4 or k8v4.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="bf16, int8, int4, k8v4 or fp8.")
+    ] = None,
     calib: Annotated[str | None, typer.Option(help="default, FILE.jsonl or FILE.txt.")] = None,
     calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
     calib_seqlen: Annotated[int | None, typer.Option(min=8, help="Tokens per sample.")] = None,
@@ -73,6 +75,8 @@ def quantize(
     def body() -> None:
         if eval not in ("quick", "none"):
             raise UsageError(f"--eval {eval!r} is unknown; choose quick or none")
+        from qdeploy.recipes import Recipe, load_recipe
+
         resolved = _override(load_recipe(recipe) if recipe else Recipe(), flags)
         _refuse_unused(resolved.method, flags)
         if resolved.model is None:
@@ -125,6 +129,8 @@ def _override(recipe: Recipe, flags: dict[str, Any]) -> Recipe:
             data[key] |= {name: item for name, item in value.items() if item is not None}
         elif value is not None:
             data[key] = value
+    from qdeploy.recipes import parse_recipe
+
     return parse_recipe(data, "from the command line")
 
 

@@ -6,13 +6,14 @@ from rich.table import Table
 
 from qdeploy.cli.console import print_json, run, stdout
 from qdeploy.cli.options import Json
-from qdeploy.recipes import load_recipe, recipe_names
 
 
 def recipes(as_json: Json = False) -> None:
     """List the shipped recipes."""
 
     def body() -> None:
+        from qdeploy.recipes import load_recipe, recipe_names
+
         loaded = {name: load_recipe(name) for name in recipe_names()}
         if as_json:
             print_json({name: recipe.model_dump() for name, recipe in loaded.items()})

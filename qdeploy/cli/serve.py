@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from qdeploy.cli.console import RichProgress, run
-from qdeploy.cli.options import Artifact, Backend, Quiet, Threads, Verbose, parse_size
+from qdeploy.cli.options import Act, Artifact, Backend, Quiet, Threads, Verbose, parse_size
 
 
 def serve(
@@ -24,13 +24,16 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 512,
     block_size: Annotated[int | None, typer.Option(help="Default: the artifact's.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16, int8, int4 or k8v4.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, bf16, int8, int4, k8v4 or fp8.")
+    ] = "auto",
     kv_cache_memory: Annotated[str | None, typer.Option(help="E.g. 2GiB.")] = None,
     num_kv_blocks: Annotated[int | None, typer.Option(min=1, help="Instead of a size.")] = None,
     enable_chunked_prefill: Annotated[
         bool, typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill")
     ] = True,
     backend: Backend = "auto",
+    act: Act = None,
     threads: Threads = None,
     allow_unverified: Annotated[
         bool, typer.Option("--allow-unverified", help="Serve without a passed accuracy record.")
@@ -71,6 +74,7 @@ def serve(
             num_kv_blocks=num_kv_blocks,
             enable_chunked_prefill=enable_chunked_prefill,
             backend=backend,
+            act=act,
             threads=threads,
             allow_unverified=allow_unverified,
             verify_checksums=verify_checksums,

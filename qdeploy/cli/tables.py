@@ -16,7 +16,8 @@ def accuracy_table(evaluations: Sequence[Evaluation]) -> Table:
     first = evaluations[0]
     table = Table(
         title=f"against {first.reference}: {first.text.num_tokens} tokens of "
-        f"{first.text.source} in windows of {first.text.ctx_len}, backend {first.backend}"
+        f"{first.text.source} in windows of {first.text.ctx_len}, backend {first.backend}, "
+        f"{first.act} activations"
         + (f", embeddings {first.embeddings.key}" if first.embeddings is not None else "")
     )
     for heading in ("KV cache", "perplexity", "reference", "mean KL", "KL p99", "top-1", "gate"):

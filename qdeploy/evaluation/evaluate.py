@@ -30,6 +30,7 @@ class Evaluation:
 
     kv_config: KVCacheConfig
     backend: str
+    act: str
     reference: str
     text: EvalText
     metrics: dict[str, float]
@@ -50,6 +51,7 @@ def evaluate(
     gate: Gate,
     *,
     backend: str = "auto",
+    act: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[Evaluation]:
@@ -67,7 +69,12 @@ def evaluate(
         progress=progress,
     )
     executor = load_executor(
-        model, backend=backend, kv_config=kv_configs[0], threads=threads, progress=progress
+        model,
+        backend=backend,
+        act=act,
+        kv_config=kv_configs[0],
+        threads=threads,
+        progress=progress,
     )
     _check_comparable(executor, base, text)
     reference_engine = _scoring_engine(base, base.kv_config, text.ctx_len)
@@ -83,6 +90,7 @@ def evaluate(
         Evaluation(
             kv_config=kv,
             backend=executor.name,
+            act=executor.act,
             reference=str(reference.name),
             text=text,
             metrics=total.metrics(),

@@ -20,7 +20,7 @@ def to_record(evaluation: Evaluation) -> AccuracyRecord:
         residual_blocks=kv.residual_blocks,
         backend=evaluation.backend,
         embeddings=evaluation.embeddings,
-        act="fp32",
+        act=evaluation.act,
         reference=evaluation.reference,
         text_sha256=text.sha256,
         num_tokens=text.num_tokens,

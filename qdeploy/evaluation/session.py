@@ -46,6 +46,7 @@ def session(
     max_windows: int | None,
     stride: int = 0,
     backend: str = "auto",
+    act: str | None = None,
     threads: int | None = None,
     progress: Progress,
 ) -> list[Evaluation]:
@@ -69,6 +70,7 @@ def session(
         held_out,
         gate,
         backend=backend,
+        act=act,
         threads=threads,
         progress=progress,
     )
@@ -148,6 +150,7 @@ def to_json(evaluation: Evaluation, model: str) -> dict[str, Any]:
         "model": model,
         "reference": evaluation.reference,
         "backend": evaluation.backend,
+        "act": evaluation.act,
         "kv_cache_dtype": evaluation.kv_config.dtype,
         "kv_cache": evaluation.kv_config.key,
         "embeddings": evaluation.embeddings.key if evaluation.embeddings is not None else None,

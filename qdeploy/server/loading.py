@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from pathlib import Path
+
+from starlette.applications import Starlette
 
 from qdeploy.formats.checkpoint import open_checkpoint
-from qdeploy.formats.manifest import read_manifest
+from qdeploy.formats.manifest import Manifest, read_manifest
 from qdeploy.formats.sources import resolve_model
+from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress
 from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.executors import load_executor
+from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.llm import resolve_kv_config
 from qdeploy.runtime.sampling_params import sampling_defaults
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.settings import ServerSettings
+from qdeploy.server.stopwatch import Stopwatch
 from qdeploy.server.verify import check_verified
 
 
-def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[AsyncEngine, FastAPI]:
+def load(
+    path: str, settings: ServerSettings, progress: Progress, watch: Stopwatch
+) -> tuple[AsyncEngine, Starlette]:
     """Resolve, check and load a model; returns the engine (not started) and its app."""
     folder = resolve_model(path, progress)
     kv = resolve_kv_config(folder, settings.kv_cache_dtype, settings.block_size)
@@ -28,17 +35,51 @@ def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[Async
     manifest = read_manifest(folder)
     # a missing or failed record is known before the weights are loaded
     check_verified(manifest, kv, "auto", settings.allow_unverified, artifact=path)
+    watch.lap("checks")
     tokenizer = Tokenizer.load(folder)
+    watch.lap("tokenizer")
+    executor = _executor(path, folder, kv, manifest, settings, progress)
+    watch.lap("weights")
+    engine = _engine(executor, tokenizer, settings, kv)
+    watch.lap("KV cache")
+    _describe(executor, engine, kv, manifest, progress)
+    app = create_app(engine, tokenizer, settings, sampling_defaults=sampling_defaults(folder))
+    watch.lap("app")
+    return engine, app
+
+
+def _executor(
+    path: str,
+    folder: Path,
+    kv: KVCacheConfig,
+    manifest: Manifest | None,
+    settings: ServerSettings,
+    progress: Progress,
+) -> Executor:
     executor = load_executor(
         folder,
         backend=settings.backend,
+        act=settings.act,
         kv_config=kv,
         threads=settings.threads,
         progress=progress,
     )
-    allow = settings.allow_unverified
-    for warning in check_verified(manifest, kv, executor.name, allow, artifact=path):
+    warnings = check_verified(
+        manifest,
+        kv,
+        executor.name,
+        settings.allow_unverified,
+        act=executor.act,
+        artifact=path,
+    )
+    for warning in warnings:
         progress.warn(warning)
+    return executor
+
+
+def _engine(
+    executor: Executor, tokenizer: Tokenizer, settings: ServerSettings, kv: KVCacheConfig
+) -> AsyncEngine:
     config = EngineConfig(
         kv=kv,
         max_model_len=settings.max_model_len,
@@ -49,24 +90,26 @@ def load(path: str, settings: ServerSettings, progress: Progress) -> tuple[Async
         num_kv_blocks=settings.num_kv_blocks,
         seed=settings.seed,
     )
-    engine = AsyncEngine(
+    return AsyncEngine(
         Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer),
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_queued_requests,
         request_timeout=settings.request_timeout,
     )
-    stats = engine.stats
+
+
+def _describe(
+    executor: Executor,
+    engine: AsyncEngine,
+    kv: KVCacheConfig,
+    manifest: Manifest | None,
+    progress: Progress,
+) -> None:
     if manifest is not None and manifest.embeddings is not None:
         progress.info(f"embedding and head: {manifest.embeddings.key} (the artifact's policy)")
+    stats = engine.stats
     progress.info(
-        f"backend {executor.name} · KV {kv.key} · {stats.num_open_blocks} open + "
-        f"{stats.num_sealed_blocks} sealed blocks of {kv.block_size} tokens · context "
-        f"{engine.max_model_len}"
+        f"backend {executor.name}, {executor.act} activations · KV {kv.key} · "
+        f"{stats.num_open_blocks} open + {stats.num_sealed_blocks} sealed blocks of "
+        f"{kv.block_size} tokens · context {engine.max_model_len}"
     )
-    app = create_app(
-        engine,
-        tokenizer,
-        settings,
-        sampling_defaults=sampling_defaults(folder),
-    )
-    return engine, app

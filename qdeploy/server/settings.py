@@ -11,7 +11,8 @@ from qdeploy.errors import UsageError
 class ServerSettings:
     """Sizes in bytes, times in seconds; None is "decide from the model" or "no limit".
 
-    port: 0 takes a free one. kv_cache_dtype: `auto` is the artifact's policy.
+    port: 0 takes a free one. kv_cache_dtype: `auto` is the artifact's policy. act: None is the
+    backend's default.
     max_queued_requests: sequences that may wait beyond the max_num_seqs that run; more get 503.
     request_timeout: from arrival to the last token. shutdown_timeout: how long a SIGTERM lets
     open requests finish. stall_timeout: a step that takes longer makes /health answer 503.
@@ -31,6 +32,7 @@ class ServerSettings:
     num_kv_blocks: int | None = None
     enable_chunked_prefill: bool = True
     backend: str = "auto"
+    act: str | None = None
     threads: int | None = None
     allow_unverified: bool = False
     verify_checksums: bool = False

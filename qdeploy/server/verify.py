@@ -13,17 +13,18 @@ def check_verified(
     backend: str,
     allow_unverified: bool,
     *,
+    act: str = "fp32",
     artifact: str = "ARTIFACT",
 ) -> list[str]:
     """Warnings to show; empty when the record fits.
 
-    backend: the executor's name, or "auto" while it isn't known: then any record that passed
+    backend, act: the executor's; backend "auto" while it isn't known: then any record that passed
     will do. Raises UsageError when the accuracy record of this KV policy is missing and GateError
     when it failed its gate, unless allow_unverified.
     """
     if manifest is None:
         return [f"{artifact} has no qdeploy.json: its accuracy with KV {kv_config.key} is unknown"]
-    record = _record(manifest, kv_config, backend)
+    record = _record(manifest, kv_config, backend, act)
     command = _eval_command(manifest, kv_config, artifact)
     if record is None:
         error: Exception = UsageError(
@@ -36,21 +37,24 @@ def check_verified(
             f"quantize with more bits, or {command}, or serve with --allow-unverified"
         )
     else:
-        return _remarks(record, backend, artifact)
+        return _remarks(record, backend, act, artifact)
     if not allow_unverified:
         raise error
     return [f"{str(error).split('; ')[0]}; served because of --allow-unverified"]
 
 
-def _record(manifest: Manifest, kv: KVCacheConfig, backend: str) -> AccuracyRecord | None:
-    """The newest record of the backend, else of any; for "auto" one that passed if there is."""
-    matching = manifest.records_for(kv)
-    if backend == "auto":
-        preferred = [record for record in matching if record.passed is not False]
-    else:
-        preferred = [record for record in matching if record.backend == backend]
-    found = preferred or matching
-    return found[-1] if found else None
+def _record(manifest: Manifest, kv: KVCacheConfig, backend: str, act: str) -> AccuracyRecord | None:
+    """The newest record of the backend and activation mode, else of the backend, else of any; for
+    "auto" one that passed if there is.
+    """
+
+    def fit(record: AccuracyRecord) -> int:
+        if backend == "auto":
+            return int(record.passed is not False)
+        return (record.backend == backend) * (1 + (record.act == act))
+
+    newest_first = reversed(manifest.records_for(kv))
+    return max(newest_first, key=fit, default=None)
 
 
 def _eval_command(manifest: Manifest, kv: KVCacheConfig, artifact: str) -> str:
@@ -65,13 +69,14 @@ def _eval_command(manifest: Manifest, kv: KVCacheConfig, artifact: str) -> str:
     return f"run `qdeploy eval {artifact} --kv-cache-dtype {kv.dtype}`"
 
 
-def _remarks(record: AccuracyRecord, backend: str, artifact: str) -> list[str]:
+def _remarks(record: AccuracyRecord, backend: str, act: str, artifact: str) -> list[str]:
     remarks = []
     if record.passed is None:
         remarks.append(f"accuracy of {artifact} was measured, but against no gate")
-    if backend not in ("auto", record.backend):
+    if backend != "auto" and (record.backend, record.act) != (backend, act):
         remarks.append(
-            f"accuracy of {artifact} was measured on the {record.backend} backend, this is "
-            f"{backend}; `qdeploy eval {artifact} --backend {backend}` measures it here"
+            f"accuracy of {artifact} was measured on the {record.backend} backend with "
+            f"{record.act} activations, this is {backend} with {act}; `qdeploy eval {artifact} "
+            f"--backend {backend} --act {act}` measures it here"
         )
     return remarks

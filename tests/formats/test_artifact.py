@@ -192,6 +192,7 @@ def test_card_shows_the_recipe_and_later_the_accuracy(base: TensorFolder, tmp_pa
     record = AccuracyRecord(
         dtype="int4",
         backend="cpu",
+        act="int8",
         reference="org/base",
         text_sha256="0",
         num_tokens=99,
@@ -202,7 +203,7 @@ def test_card_shows_the_recipe_and_later_the_accuracy(base: TensorFolder, tmp_pa
     )
     write_manifest(out, manifest.with_record(record))
     refreshed = (out / "README.md").read_text()
-    assert "| int4/b64/s1/r0 | cpu | 12.35 | nan | 99 | kl<0.1: failed |" in refreshed
+    assert "| int4/b64/s1/r0 | cpu | int8 | 12.35 | nan | 99 | kl<0.1: failed |" in refreshed
     assert "Not measured" not in refreshed
     assert refreshed.partition("## Serve")[2] == card.partition("## Serve")[2]
     open_checkpoint(out, verify_checksums=True)  # the card isn't part of the checksums

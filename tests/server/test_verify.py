@@ -15,11 +15,12 @@ INT4 = KVCacheConfig(dtype="int4")
 
 
 def record(
-    passed: bool | None, *, backend: str = "reference", dtype: str = "int4"
+    passed: bool | None, *, backend: str = "reference", act: str = "fp32", dtype: str = "int4"
 ) -> AccuracyRecord:
     return AccuracyRecord(
         dtype=dtype,
         backend=backend,
+        act=act,
         reference="base",
         text_sha256="0",
         num_tokens=1,
@@ -81,6 +82,29 @@ def test_the_record_of_the_backend_counts() -> None:
     assert check_verified(mixed, INT4, "auto", False) == []
     with pytest.raises(GateError):
         check_verified(mixed, INT4, "cpu", False)
+
+
+def test_another_activation_mode_is_a_warning() -> None:
+    found = manifest(record(True, backend="cpu", act="int8"))
+    assert check_verified(found, INT4, "cpu", False, act="int8") == []
+    (warning,) = check_verified(found, INT4, "cpu", False, act="fp32")
+    assert "int8 activations" in warning
+    assert "--backend cpu --act fp32" in warning
+
+
+def test_the_record_of_the_activation_mode_counts_then_the_backends_then_the_newest() -> None:
+    records = [
+        record(True, backend="cpu", act="fp32"),
+        record(False, backend="cpu", act="int8"),
+        record(True),
+    ]
+    assert check_verified(manifest(*records), INT4, "cpu", False, act="fp32") == []
+    with pytest.raises(GateError):
+        check_verified(manifest(*records), INT4, "cpu", False, act="int8")
+    with pytest.raises(GateError):
+        check_verified(manifest(*records[1:]), INT4, "cpu", False, act="fp32")
+    (warning,) = check_verified(manifest(*records), INT4, "triton", False, act="fp32")
+    assert "reference backend" in warning
 
 
 def test_foreign_checkpoints_get_a_notice() -> None:
