@@ -17,6 +17,7 @@ from qdeploy.formats.manifest import (
     AccuracyRecord,
     BaseModelRecord,
     CalibrationRecord,
+    EmbeddingsRecord,
     KVCacheRecord,
     LayerRecord,
     Manifest,
@@ -26,6 +27,7 @@ from qdeploy.formats.manifest import (
 from qdeploy.kv.config import KVCacheConfig
 
 INT4 = KVCacheConfig(dtype="int4")
+FOUR_BITS = EmbeddingsRecord(bits=4, group_size=64, symmetric=True)
 
 
 def record(kv: KVCacheConfig = INT4, backend: str = "cpu", **fields: Any) -> AccuracyRecord:
@@ -57,7 +59,8 @@ def test_round_trip(tmp_path: Path) -> None:
         ),
         layers=[LayerRecord(name="model.layers.0.mlp.up_proj", scheme="W4A16_ASYM", loss=0.01)],
         kv_cache=KVCacheRecord.of(INT4),
-        accuracy=[record()],
+        embeddings=FOUR_BITS,
+        accuracy=[record(embeddings=FOUR_BITS)],
         files={"model.safetensors": "ef" * 32},
         created_by={"qdeploy": "0.1.0"},
     )
@@ -156,3 +159,20 @@ def test_unknown_kv_policy_is_refused_when_used() -> None:
 def test_manifest_is_immutable() -> None:
     with pytest.raises(ValidationError):
         manifest().recipe = {}  # type: ignore[misc]
+
+
+def test_records_of_other_embeddings_do_not_count() -> None:
+    """P1: what was measured with dense tables says nothing of rounded ones, nor the reverse."""
+    dense, rounded = record(), record(embeddings=FOUR_BITS)
+    both = manifest().with_record(dense).with_record(rounded)
+    assert both.accuracy == [dense, rounded]
+    assert both.records_for(INT4) == [dense]
+    policy = both.model_copy(update={"embeddings": FOUR_BITS})
+    assert policy.records_for(INT4) == [rounded]
+    eight = FOUR_BITS.model_copy(update={"bits": 8})
+    assert both.model_copy(update={"embeddings": eight}).records_for(INT4) == []
+
+
+def test_embeddings_round_trip_to_a_scheme() -> None:
+    assert EmbeddingsRecord.of(FOUR_BITS.scheme()) == FOUR_BITS
+    assert FOUR_BITS.key == "4 bits, groups of 64, symmetric"
