@@ -134,8 +134,8 @@ class AsyncEngine:
         Raises what Engine.add_request raises (UsageError, CapacityError), QueueFullError,
         ServerDrainingError or EngineDeadError.
         """
+        self._check_admission(sum(params.n for _, _, params in submissions))
         stream = RequestStream(submissions, self._request_timeout, self._release)
-        self._check_admission(stream)
         self._open_samples += stream.num_samples
         self._streams.update(dict.fromkeys(stream.request_ids, stream))
         try:
@@ -171,15 +171,15 @@ class AsyncEngine:
             self._condition.notify()
         await asyncio.to_thread(self._thread.join, 10.0)
 
-    def _check_admission(self, stream: RequestStream) -> None:
+    def _check_admission(self, num_samples: int) -> None:
         if self.error is not None:
             raise self._dead()
         if self._draining:
             raise ServerDrainingError("the server is shutting down and takes no new requests")
-        if self._open_samples and self._open_samples + stream.num_samples > self._max_open:
+        if self._open_samples and self._open_samples + num_samples > self._max_open:
             raise QueueFullError(
                 f"{self._open_samples} sequences are open, of which {self.max_num_seqs} can run "
-                f"at a time; with this request's {stream.num_samples} they would exceed "
+                f"at a time; with this request's {num_samples} they would exceed "
                 f"{self._max_open} (--max-num-seqs plus --max-queued-requests); try again later"
             )
 

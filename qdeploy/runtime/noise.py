@@ -15,6 +15,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from qdeploy.runtime.scratch import scratch
+
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
@@ -77,9 +79,13 @@ def _counters(num_tokens: int) -> NDArray[np.uint64]:
 
 
 def _unfinished_mix(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix64` of key + counters [n] without its last shift; products wrap modulo 2⁶⁴."""
-    bits: NDArray[np.uint64] = counters + np.uint64(key)
-    shifted = bits >> np.uint64(30)
+    """`mix64` of key + counters [n] without its last shift, in a scratch buffer; products wrap
+    modulo 2⁶⁴.
+    """
+    bits: NDArray[np.uint64] = scratch("noise bits", counters.size, np.uint64)
+    shifted = scratch("shifted noise bits", counters.size, np.uint64)
+    np.add(counters, np.uint64(key), out=bits)
+    np.right_shift(bits, np.uint64(30), out=shifted)
     bits ^= shifted
     bits *= np.uint64(_MIX1)
     np.right_shift(bits, np.uint64(27), out=shifted)

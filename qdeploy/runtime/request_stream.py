@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from qdeploy.runtime.outputs import RequestOutput
@@ -55,10 +54,11 @@ class RequestStream:
         self._release = release
         self._unfinished = self.num_samples
         self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._timeout = timeout
         self._closed = False
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        # One timer a request: asyncio.wait_for would cost a task a token.
+        self._timer = None if timeout is None else loop.call_later(timeout, self._expire, timeout)
 
     def put(self, item: RequestOutput | Exception) -> None:
         """Called on the event loop by the engine."""
@@ -71,7 +71,7 @@ class RequestStream:
         if self._unfinished == 0 or self._closed:
             self.close()
             raise StopAsyncIteration
-        item = await self._next_item()
+        item = await self._queue.get()
         if isinstance(item, Exception):
             self.close()
             raise item
@@ -81,19 +81,13 @@ class RequestStream:
                 self.close()
         return item
 
-    async def _next_item(self) -> RequestOutput | Exception:
-        if self._deadline is None or not self._queue.empty():
-            return await self._queue.get()
-        try:
-            left = max(self._deadline - time.monotonic(), 0.001)
-            return await asyncio.wait_for(self._queue.get(), left)
-        except (asyncio.TimeoutError, TimeoutError):
-            return RequestTimeoutError(
-                f"the request took longer than request_timeout={self._timeout:g} s"
-            )
+    def _expire(self, timeout: float) -> None:
+        self.put(RequestTimeoutError(f"the request took longer than request_timeout={timeout:g} s"))
 
     def close(self) -> None:
         """Give up on the rest: aborts unfinished samples and frees their blocks."""
         if not self._closed:
             self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
             self._release(self, self._unfinished > 0)

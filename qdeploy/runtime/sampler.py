@@ -21,6 +21,7 @@ from qdeploy.runtime.noise import gumbel, may_exceed, noise_key, token_noise
 from qdeploy.runtime.outputs import TokenLogprob
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.runtime.scratch import scratch
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -29,6 +30,7 @@ Scaled = NDArray[np.float64]
 _NEVER = float("-inf")
 #: How far below the best token, in units of the temperature, to look first, next, and at last.
 _REACHES = (8.0, 16.0, math.inf)
+_SORTABLE = 1000  # of more tokens, sorting all takes longer than counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +107,21 @@ def draw(scores: Row, best: int, request: Request) -> int:
     params = request.params
     key = noise_key(request.seed, request.index, request.num_tokens)
     if params.min_p > 0 or 0 < params.top_k < scores.size or params.top_p < 1:
-        ids, scaled = filter_tokens(scores, params)
+        ids, scaled = filter_tokens(scores, scores[best], params)
     else:
         ids = _contenders(scores, best, key, params.temperature)
         scaled = _scale(scores[ids], scores[best], params.temperature)
     return int(ids[np.argmax(scaled + gumbel(key, ids))])
 
 
-def filter_tokens(scores: Row, params: SamplingParams) -> tuple[Ids, Scaled]:
+def filter_tokens(scores: Row, best: np.float32, params: SamplingParams) -> tuple[Ids, Scaled]:
     """The ids [n] that the filters admit of scores [vocab], and (score − best) / temperature [n].
 
-    top_p keeps the smallest set of most likely tokens whose probability, renormalized after the
-    filters before it, reaches top_p. Tokens that tie with the last one kept all stay, so that the
-    result doesn't depend on how a sort orders equals.
+    best: the maximum of scores. top_p keeps the smallest set of most likely tokens whose
+    probability, renormalized after the filters before it, reaches top_p. Tokens that tie with the
+    last one kept all stay, so that the result doesn't depend on how a sort orders equals.
     """
-    best, temperature = scores.max(), params.temperature
+    temperature = params.temperature
     limited = params.min_p > 0 or 0 < params.top_k < scores.size
     mass = None if limited or params.top_p == 1 else _mass(scores, best, temperature)
     for reach in _REACHES:
@@ -138,7 +140,7 @@ def filter_tokens(scores: Row, params: SamplingParams) -> tuple[Ids, Scaled]:
 def token_logprob(logits: Row, token: int, num_top: int) -> TokenLogprob:
     """Log-probability and rank of `token` under raw logits [vocab], with the num_top best."""
     highest = logits.max()
-    total = float(highest) + math.log(np.exp(_scale(logits, highest, 1.0)).sum())
+    total = float(highest) + math.log(_mass(logits, highest, 1.0))
     for reach in _REACHES:
         ids = _near(logits, highest, reach)
         if len(ids) >= num_top:
@@ -191,15 +193,27 @@ def _limit(scaled: Scaled, params: SamplingParams) -> float:
 
 def _mass(scores: Row, best: np.float32, temperature: float) -> float:
     """Sum of exp((score − best) / temperature) over scores [vocab], to about 10⁻⁶."""
-    scaled = scores - best
-    scaled *= np.float32(1 / temperature)
+    scaled = scratch("scaled scores", scores.size, np.float32)
+    np.subtract(scores, best, out=scaled)
+    if temperature != 1:
+        scaled *= np.float32(1 / temperature)
     return float(np.exp(scaled, out=scaled).sum())
 
 
 def _top_p_threshold(scaled: Scaled, top_p: float, mass: float | None) -> float:
     """The lowest of scaled [n] that top_p keeps; mass: of all tokens, None if these are all."""
-    ranked = np.sort(scaled)[::-1]
-    probs = np.exp(ranked)
+    probs = np.exp(scaled)
+    reached = float(probs.sum())
+    wanted = top_p * (reached if mass is None else mass)
+    if reached < wanted:
+        return _NEVER
+    if scaled.size > _SORTABLE:  # sort only the tokens around the cut
+        bins = np.minimum(scaled * -64, 2048).astype(np.int64)
+        above = np.bincount(bins, weights=probs).cumsum()
+        cut = min(int(np.searchsorted(above, wanted)), above.size - 1)
+        wanted -= above[cut - 1] if cut else 0.0
+        scaled = scaled[bins == cut]
+    ranked = np.sort(scaled)
+    probs = np.exp(ranked)[::-1]
     before = probs.cumsum() - probs
-    keep = before < top_p * (before[-1] + probs[-1] if mass is None else mass)
-    return float(ranked[keep][-1])
+    return float(ranked[-np.count_nonzero(before < wanted)])
