@@ -106,6 +106,23 @@ def test_a_failed_start_leaves_collection_on() -> None:
     assert gc.isenabled()
 
 
+def test_the_benchmark_reads_a_starts_phases(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path)
+    script = Path(__file__).parents[2] / "benchmarks" / "startup.py"
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(script), str(folder), "--runs", "2", "--json", str(figures)]
+    done = subprocess.run(
+        [*command, "--", "--backend", "reference", "--num-kv-blocks", "20"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    values = {row["name"]: row["value"] for row in json.loads(figures.read_text())}
+    phases = [values[f"startup {name}"] for name in ("imports", "tokenizer", "weights")]
+    assert 0 < sum(phases) < values["startup ready"] < values["startup first token"]
+
+
 def test_a_stopwatch_adds_up() -> None:
     watch = Stopwatch()
     watch.lap("imports")
