@@ -1,0 +1,1 @@
+"""The engines that a benchmark compares, each in its own process."""
