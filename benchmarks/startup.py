@@ -39,11 +39,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=MODEL)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("options", nargs="*", help="of qdeploy serve, after --")
-    given = parser.parse_args()
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, options = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     if given.runs < 2:
         parser.error("--runs must be at least 2: the first start doesn't count")
-    runs = [start(folder(given.model), given.options) for _ in range(given.runs)]
+    runs = [start(folder(given.model), options) for _ in range(given.runs)]
     rows = [figure("startup first start", "first token", runs[:1])]
     rows += [figure(f"startup {name}", name, runs[1:]) for name in runs[-1]]
     command = shlex.join(["python", "benchmarks/startup.py", *sys.argv[1:]])
