@@ -171,6 +171,7 @@ def test_ignored_layers_stay_dense(pattern: str, method: str, llama: Path, tmp_p
         ({"ignore": ["*.qkv_proj"]}, r"'\*\.qkv_proj' matches no linear"),
         ({"ignore": ["re:("]}, r"'re:\('"),
         ({"ignore": ["*"]}, "no linear layer is left"),
+        ({"quantize_embeddings": 8, "ignore": ["lm_head"]}, "leave one of the two out"),
         ({"bits": 3, "format": "awq"}, "format"),
         ({"calibration": {"source": "pile"}, "method": "awq"}, "'pile'"),
     ],
@@ -181,6 +182,19 @@ def test_q19_q24_refused_before_any_calibration(
     with pytest.raises(UsageError, match=expected):
         quantize(llama, tmp_path / "out", **recipe)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_embeddings_policy_changes_no_weight_file(llama: Path, tmp_path: Path) -> None:
+    """It is applied at load: other readers get the same checkpoint."""
+    plain = quantize(llama, tmp_path / "plain").output
+    rounded = quantize(llama, tmp_path / "rounded", quantize_embeddings=4).output
+    assert weights_digest(plain) == weights_digest(rounded)
+    assert (plain / "config.json").read_bytes() == (rounded / "config.json").read_bytes()
+    manifest = read_manifest(rounded)
+    assert manifest is not None
+    assert manifest.recipe["quantize_embeddings"] == 4
+    assert manifest.embeddings is not None
+    assert manifest.embeddings.scheme().bits == 4
 
 
 def test_a_quantized_source_is_refused(llama: Path, tmp_path: Path) -> None:

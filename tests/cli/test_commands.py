@@ -66,6 +66,35 @@ def test_quantize_inspect_eval(base: Path, calib: Path, tmp_path: Path) -> None:
     assert {record["dtype"] for record in records} == {"int8", "bf16", "int4"}
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_embeddings_are_measured_shown_and_kept_out_of_the_files(
+    bits: int, base: Path, calib: Path, tmp_path: Path
+) -> None:
+    dense, out = tmp_path / "dense", tmp_path / "artifact"
+    options = ("--method", "rtn", "--gate", "kl<100", "--kv-cache-dtype", "fp8")
+    plain = quantized(base, calib, dense, *options)
+    report = quantized(base, calib, out, *options, "--quantize-embeddings", bits)
+    policy = f"{bits} bits, groups of 64, symmetric"
+    assert (plain["embeddings"], report["embeddings"]) == (None, policy)
+    assert report["size_bytes"] == plain["size_bytes"]
+    # embedding and head, float32 in the files, then codes and a float16 scale per row
+    rows, hidden = 288, 64
+    saved = 2 * rows * (hidden * 4 - hidden * bits // 8 - 2)
+    assert plain["loaded_bytes"] - report["loaded_bytes"] == saved
+    assert {item["embeddings"] for item in report["accuracy"]} == {policy}
+    assert {item["kv_cache_dtype"] for item in report["accuracy"]} == {"fp8", "bf16"}
+    assert report["accuracy"][0]["metrics"] != plain["accuracy"][0]["metrics"]
+    inspection = result_json(qdeploy("inspect", out, "--verify", "--json"))
+    record = {"bits": bits, "group_size": 64, "symmetric": True}
+    assert inspection["manifest"]["embeddings"] == record
+    assert all(item["embeddings"] == record for item in inspection["manifest"]["accuracy"])
+    assert inspection["loaded_bytes"] == report["loaded_bytes"]
+    assert policy in qdeploy("inspect", out).output
+    assert policy in (out / "README.md").read_text()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert open_folder(out).tensor(name).equal(open_folder(base).tensor(name))
+
+
 def test_q20_failed_gate_is_exit_1_and_recorded(base: Path, calib: Path, tmp_path: Path) -> None:
     out = tmp_path / "artifact"
     result = qdeploy(
@@ -116,6 +145,7 @@ def test_flags_override_a_recipe(base: Path, tmp_path: Path) -> None:
         (("quantize", "m", "-o", "x", "--group-size", "many"), "group_size"),
         (("quantize", "m", "-o", "x", "--recipe", "nope"), "nope"),
         (("quantize", "m", "-o", "x", "--eval", "slow"), "slow"),
+        (("quantize", "m", "-o", "x", "--quantize-embeddings", "3"), "quantize_embeddings"),
         (("quantize", "m", "-o", "x", "--method", "none", "--bits", "3"), "--bits"),
         (("quantize", "m", "-o", "x", "--method", "none", "--group-size", "32"), "--group-size"),
         (

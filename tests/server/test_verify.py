@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from qdeploy.errors import GateError, UsageError
-from qdeploy.formats.manifest import AccuracyRecord, BaseModelRecord, KVCacheRecord, Manifest
+from qdeploy.formats.manifest import (
+    AccuracyRecord,
+    BaseModelRecord,
+    EmbeddingsRecord,
+    KVCacheRecord,
+    Manifest,
+)
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.server.verify import check_verified
 
@@ -82,6 +88,15 @@ def test_the_record_of_the_backend_counts() -> None:
     assert check_verified(mixed, INT4, "auto", False) == []
     with pytest.raises(GateError):
         check_verified(mixed, INT4, "cpu", False)
+
+
+def test_a_record_of_other_embeddings_is_no_record() -> None:
+    policy = EmbeddingsRecord(bits=4, group_size=64, symmetric=True)
+    found = manifest(record(True)).model_copy(update={"embeddings": policy})
+    with pytest.raises(UsageError, match="no accuracy record"):
+        check_verified(found, INT4, "reference", False)
+    measured = record(True).model_copy(update={"embeddings": policy})
+    assert check_verified(found.with_record(measured), INT4, "reference", False) == []
 
 
 def test_another_activation_mode_is_a_warning() -> None:
