@@ -76,6 +76,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for name, table in self.blocks.tables.items():
             start = self.lengths.get(name, 0)
             end = self.step.get(name, start)
+            assert table.ids() == (tuple(table.open_blocks), tuple(table.sealed_blocks))
             held = self.open_after(start) | self.open_after(end)
             assert {b for b, i in enumerate(table.open_blocks) if i >= 0} == held
             assert {b for b, i in enumerate(table.sealed_blocks) if i >= 0} == self.sealed_by(end)

@@ -58,6 +58,27 @@ def test_generate_yields_the_text_in_pieces() -> None:
     run(body)
 
 
+def test_a_step_reaches_the_loop_in_one_call_whatever_it_brings() -> None:
+    async def body(engine: AsyncEngine, core: Engine) -> None:
+        loop, calls = asyncio.get_running_loop(), 0
+        original = loop.call_soon_threadsafe
+
+        def counting(*args: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            return original(*args, **options)  # type: ignore[arg-type]
+
+        four = SamplingParams(n=4, temperature=0, ignore_eos=True, max_tokens=20)
+        loop.call_soon_threadsafe = counting  # type: ignore[assignment, method-assign]
+        stream = await engine.submit([("r", A, four)])
+        outputs = [output async for output in stream]
+        assert len(outputs) == 80
+        # one a step, and the acceptance
+        assert calls <= core.stats().num_steps + 1
+
+    run(body, step_s=0.001)
+
+
 def test_closing_a_generator_aborts_its_request() -> None:
     async def body(engine: AsyncEngine, core: Engine) -> None:
         stream = engine.generate("r", A, ENDLESS)
