@@ -79,7 +79,9 @@ def run_chunks(
     executor: Executor, tokens: Sequence[int], bounds: Sequence[int], pool: FreeIds | None = None
 ) -> Tensor:
     """Logits [len(tokens), vocab] of one sequence, computed in chunks that end at `bounds`."""
-    tables = SequenceTables(executor.kv_config, pool or fresh_pools(executor))
+    if pool is None:
+        pool = fresh_pools(executor, -(-len(tokens) // executor.kv_config.block_size) + 1)
+    tables = SequenceTables(executor.kv_config, pool)
     starts = [0, *bounds[:-1]]
     return torch.cat(
         [
@@ -105,14 +107,17 @@ def fresh_pools(executor: Executor, num_blocks: int = 64) -> FreeIds:
 
 
 def _use_every_block(executor: Executor, num_blocks: int) -> None:
-    """A step that writes every id of both pools."""
+    """A step that writes every id of both pools, by sequences of a few blocks."""
     config = executor.kv_config
-    sealed = range(num_blocks) if config.seals else [-1] * num_blocks
-    piece = SequenceSlice(
-        token_ids=[t % 7 for t in range(num_blocks * config.block_size)],
-        start=0,
-        open_blocks=range(num_blocks),
-        sealed_blocks=sealed,
-        num_logits=0,
-    )
-    executor.execute(StepBatch([piece]))
+    pieces = []
+    for first in range(0, num_blocks, 6):
+        ids = range(first, min(first + 6, num_blocks))
+        piece = SequenceSlice(
+            token_ids=[t % 7 for t in range(len(ids) * config.block_size)],
+            start=0,
+            open_blocks=ids,
+            sealed_blocks=ids if config.seals else [-1] * len(ids),
+            num_logits=0,
+        )
+        pieces.append(piece)
+    executor.execute(StepBatch(pieces))
