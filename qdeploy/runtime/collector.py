@@ -52,7 +52,7 @@ class OutputCollector:
     def banned(self, request: Request) -> Set[int]:
         """Tokens that may not be sampled now: those that would stop before min_tokens."""
         params = request.params
-        if request.num_output_tokens >= params.min_tokens:
+        if params.min_tokens == 0 or request.num_output_tokens >= params.min_tokens:
             return frozenset()
         return self._eos_token_ids | set(params.stop_token_ids or ())
 

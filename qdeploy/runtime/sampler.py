@@ -48,7 +48,7 @@ def sample(logits: Row, request: Request, banned: Collection[int] = ()) -> Sampl
     banned: tokens that may not come now (eos and stop tokens before min_tokens).
     """
     best = int(logits.argmax())  # a NaN, if there is one; the lowest id among equals
-    if not (math.isfinite(logits[best]) and math.isfinite(logits.min())):
+    if not (math.isfinite(logits[best]) and math.isfinite(np.minimum.reduce(logits))):
         bad = logits.size - int(np.isfinite(logits).sum())
         return Sampled(
             error=f"the model returned {bad} non-finite logits of {logits.size} at position "

@@ -71,8 +71,8 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
-        return any(penalties)
+        added = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return added or self.repetition_penalty != 1
 
     def _check_numbers(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)

@@ -20,13 +20,13 @@ class Stop:
 
 def check_token_stop(request: Request, eos_token_ids: Set[int]) -> Stop | None:
     """Look at the last token, then at the length. eos and stop tokens win over length."""
-    token, params = request.token_ids[-1], request.params
-    if request.num_output_tokens >= params.min_tokens:
+    token, params, num_tokens = request.token_ids[-1], request.params, request.num_output_tokens
+    if num_tokens >= params.min_tokens:
         if token in eos_token_ids and not params.ignore_eos:
             return Stop("stop", by_token=True)
         if token in (params.stop_token_ids or ()):
             return Stop("stop", token, by_token=True)
-    if request.num_output_tokens >= request.max_tokens:
+    if num_tokens >= request.max_tokens:
         return Stop("length")
     return None
 
