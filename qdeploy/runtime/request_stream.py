@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from qdeploy.runtime.outputs import RequestOutput
 from qdeploy.runtime.sampling_params import SamplingParams
@@ -53,7 +54,9 @@ class RequestStream:
         self.num_samples = sum(params.n for _, _, params in submissions)
         self._release = release
         self._unfinished = self.num_samples
-        self._queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
         self._closed = False
         loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = loop.create_future()
@@ -61,8 +64,15 @@ class RequestStream:
         self._timer = None if timeout is None else loop.call_later(timeout, self._expire, timeout)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Called on the event loop by the engine."""
-        self._queue.put_nowait(item)
+        """Called on the event loop by the engine; nothing comes after an error."""
+        if self._error is not None:
+            return
+        if isinstance(item, Exception):
+            self._error = item
+        else:
+            self._outputs.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -71,15 +81,26 @@ class RequestStream:
         if self._unfinished == 0 or self._closed:
             self.close()
             raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, Exception):
+        if not self._outputs and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if not self._outputs and self._error is not None:
             self.close()
-            raise item
-        if item.finished:
+            raise self._error
+        return self._take()
+
+    def ready(self) -> Iterator[RequestOutput]:
+        """Outputs that have arrived already."""
+        while self._outputs and not self._closed:
+            yield self._take()
+
+    def _take(self) -> RequestOutput:
+        output = self._outputs.popleft()
+        if output.finished:
             self._unfinished -= 1
             if self._unfinished == 0:
                 self.close()
-        return item
+        return output
 
     def _expire(self, timeout: float) -> None:
         self.put(RequestTimeoutError(f"the request took longer than request_timeout={timeout:g} s"))

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.server.context import ServerContext
 from qdeploy.server.errors import bad_request
-from qdeploy.server.generation import EventStream, answer, event
+from qdeploy.server.generation import EventStream, answer
 from qdeploy.server.prompts import (
     Prompt,
     chat_prompt,
@@ -24,7 +24,7 @@ from qdeploy.server.prompts import (
     check_stream_options,
     completion_prompts,
 )
-from qdeploy.server.replies import ChatReply, CompletionReply, usage, usage_of
+from qdeploy.server.replies import ChatReply, CompletionReply, event, usage, usage_of
 from qdeploy.server.schema import ChatBody, CompletionBody, read_body
 
 

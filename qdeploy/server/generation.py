@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.server.context import ServerContext
 from qdeploy.server.errors import ApiError, to_api_error
 from qdeploy.server.prompts import Prompt
-from qdeploy.server.replies import Json, Reply, usage
+from qdeploy.server.replies import Reply, event, usage
 
 _T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
@@ -77,11 +76,14 @@ async def _events(
     try:
         for chunk in reply.opening():
             yield event(chunk)
-        async for output in outputs:
-            _raise_failed(output)
-            generated[output.request_id, output.index] = output.num_output_tokens
-            for chunk in reply.chunks(order[output.request_id], output):
-                yield event(chunk)
+        async for first in outputs:
+            # what has queued up meanwhile goes out in one write: a loop that lags catches up
+            ready = [first, *outputs.ready()]
+            for output in ready:
+                generated[output.request_id, output.index] = output.num_output_tokens
+            text = "".join(_text_of(reply, order[item.request_id], item) for item in ready)
+            if text:
+                yield text
         if include_usage:
             prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             yield event(reply.usage_chunk(usage(prompt_tokens, sum(generated.values()))))
@@ -91,9 +93,13 @@ async def _events(
     yield _DONE
 
 
-def event(chunk: Json) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _text_of(reply: Reply, prompt: int, output: RequestOutput) -> str:
+    """The events of one output."""
+    _raise_failed(output)
+    fast = reply.text_event(prompt, output)
+    if fast is not None:
+        return fast
+    return "".join(event(chunk) for chunk in reply.chunks(prompt, output))
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

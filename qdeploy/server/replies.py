@@ -6,6 +6,7 @@ and the finish reason (user reports H04, H05).
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,6 +19,15 @@ from qdeploy.server.token_text import token_bytes, token_text
 
 Json = dict[str, Any]
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+#: Stands for a chunk's text; no other string of a chunk holds NUL.
+_TEXT = "\0"
+
+
+def event(chunk: Json) -> str:
+    """One server-sent event."""
+    return f"data: {_ENCODER.encode(chunk)}\n\n"
+
 
 class Reply(Protocol):
     """One API's shape of the answer to one HTTP request."""
@@ -27,6 +37,8 @@ class Reply(Protocol):
     def opening(self) -> list[Json]: ...
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[Json]: ...
+
+    def text_event(self, prompt: int, output: RequestOutput) -> str | None: ...
 
     def usage_chunk(self, usage: Json) -> Json: ...
 
@@ -61,6 +73,25 @@ class _Base:
         self._created = int(time.time())
         self._model = model
         self._include_usage = include_usage
+        self._halves: dict[int, tuple[str, str]] = {}
+
+    def _text_choice(self, index: int, text: str) -> Json:
+        raise NotImplementedError
+
+    def _text_event(self, index: int, output: RequestOutput) -> str | None:
+        """`chunks` as events, for output that is text only: all else of a choice's events is the
+        same in each, and a server writes one for every token.
+        """
+        if output.finished or output.logprobs:
+            return None
+        if not output.text:
+            return ""
+        halves = self._halves.get(index)
+        if halves is None:
+            whole = event(self._chunk(self._text_choice(index, _TEXT)))
+            before, after = whole.split(_ENCODER.encode(_TEXT))
+            halves = self._halves[index] = (before, after)
+        return f"{halves[0]}{_ENCODER.encode(output.text)}{halves[1]}"
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -115,13 +146,20 @@ class ChatReply(_Base):
         chunks = []
         logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
         if output.text or logprobs:
-            choice = self._choice(output.index, {"content": output.text})
+            choice = self._text_choice(output.index, output.text)
             chunks.append(self._chunk({**choice, "logprobs": logprobs}))
         if output.finished:
             last = self._choice(output.index, {})
             end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
             chunks.append(self._chunk({**last, **end}))
         return chunks
+
+    def text_event(self, prompt: int, output: RequestOutput) -> str | None:
+        """The event of an output that is text only, "" for none; None: take `chunks`."""
+        return self._text_event(output.index, output)
+
+    def _text_choice(self, index: int, text: str) -> Json:
+        return self._choice(index, {"content": text})
 
     @staticmethod
     def _choice(index: int, delta: Json) -> Json:
@@ -197,6 +235,13 @@ class CompletionReply(_Base):
         if output.finished:
             chunks.append(self._chunk({**self._choice(index, ""), **_end(output)}))
         return chunks
+
+    def text_event(self, prompt: int, output: RequestOutput) -> str | None:
+        """The event of an output that is text only, "" for none; None: take `chunks`."""
+        return self._text_event(prompt * self._n + output.index, output)
+
+    def _text_choice(self, index: int, text: str) -> Json:
+        return self._choice(index, text)
 
     def end_chunk(self, index: int, reason: str) -> Json:
         """The chunk that ends a choice for which nothing was generated."""
