@@ -65,11 +65,14 @@ class Models:
 
     def gguf(self, folder: Path, llama_cpp: Path) -> Path:
         """The checkpoint as llama.cpp's Q4_0 mix."""
-        dense = self._made(f"{folder.name}-bf16.gguf", lambda out: write_gguf(folder, out))
-        tool = str(llama_cpp / "llama-quantize")
-        return self._made(
-            f"{folder.name}-q4_0.gguf", lambda out: _call([tool, str(dense), str(out), "Q4_0"])
-        )
+
+        def make(out: Path) -> None:
+            dense = out.with_suffix(".bf16")
+            write_gguf(folder, dense)
+            _call([str(llama_cpp / "llama-quantize"), str(dense), str(out), "Q4_0"])
+            dense.unlink()
+
+        return self._made(f"{folder.name}-q4_0.gguf", make)
 
     def openvino_ir(self, folder: Path, python: str) -> Path | None:
         """The checkpoint exported as int4 symmetric; None where `python` has no exporter."""

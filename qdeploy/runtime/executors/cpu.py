@@ -40,17 +40,26 @@ _MAX_BLOCKS = 2**31 - 1
 class CpuModel:
     """A model inside the library with its threads; executors that share it run one at a time.
 
-    Everything that C++ reads lives as long as this object.
+    Everything that C++ reads lives as long as this object. weight_bytes: what a step reads of them.
     """
 
     def __init__(self, library: Library, data: ModelData, spec: DecoderSpec, threads: int) -> None:
         self.library, self.spec, self.threads = library, spec, threads
         self.act = abi.ActMode(data.struct.act_mode).name.lower()
+        self.weight_bytes = data.step_bytes()
         self.lock = threading.Lock()
         self.handle = library.cdll.qd_model_create(byref(data.struct), threads)
         if not self.handle:
             raise RuntimeError(library.error())
         weakref.finalize(self, _destroy, library.cdll.qd_model_destroy, self.handle, data)
+
+    def read_seconds(self, num_bytes: int, repeats: int) -> float:
+        """Seconds of the fastest of `repeats` streaming reads by the model's threads: what a step
+        that reads that many bytes can't beat.
+        """
+        with self.lock:
+            seconds: float = self.library.cdll.qd_read_seconds(self.handle, num_bytes, repeats)
+        return seconds
 
 
 class CpuExecutor:
@@ -65,7 +74,7 @@ class CpuExecutor:
         if reason is not None:
             raise UsageError(reason, param="backend")
         self.spec, self.kv_config, self.act = model.spec, kv_config, model.act
-        self._model, self._library = model, model.library
+        self.model, self._library = model, model.library
         cdll = self._library.cdll
         kv = abi.KV(
             dtype=abi.KVDtype[kv_config.dtype.upper()],
@@ -95,14 +104,14 @@ class CpuExecutor:
 
     def with_kv(self, kv_config: KVCacheConfig) -> CpuExecutor:
         """A second executor on the same weights and threads, with KV pools of its own."""
-        return CpuExecutor(self._model, kv_config)
+        return CpuExecutor(self.model, kv_config)
 
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
         arrays = _StepArrays(batch, self.kv_config.block_size)
         logits = torch.empty(sum(arrays.num_logits), self._stride)
         step = arrays.struct(logits)
-        with self._model.lock:
+        with self.model.lock:
             failed = self._library.cdll.qd_execute(self._engine, byref(step))
         if failed:
             raise RuntimeError(self._library.error())

@@ -17,7 +17,7 @@ from qdeploy.runtime.executors.weights import WeightSource, norm_sizes
 from qdeploy_kernels.cpu import abi
 from qdeploy_kernels.cpu.abi import Activation, ActMode
 from qdeploy_kernels.cpu.fusion import pack_matrix
-from qdeploy_kernels.cpu.tiles import TileMatrix
+from qdeploy_kernels.cpu.tiles import TILE_ROWS, TileMatrix
 
 #: Matrices of a layer: the linears whose rows each of them joins.
 _MATRICES = {
@@ -115,6 +115,12 @@ class ModelData:
             embedding=embedding,
             head=self._matrix("head", *table) if arena.has("head") else embedding,
         )
+
+    def step_bytes(self) -> int:
+        """Bytes of the matrices that a step reads whole: all but an untied embedding's."""
+        layers = [getattr(layer, name) for layer in self.layers for name in _MATRICES]
+        matrices = [*layers, self.struct.head]
+        return sum(m.tile_bytes * -(-m.rows // TILE_ROWS) for m in matrices)
 
     def _matrix(self, name: str, rows: int, cols: int) -> abi.Matrix:
         matrix: TileMatrix = self._arena.matrix(name, rows, cols)
