@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -35,6 +36,16 @@ def open_block_bytes(spec: DecoderSpec, config: KVCacheConfig, itemsize: int) ->
     return spec.kv_elements_per_token * config.block_size * itemsize
 
 
+def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
+    """Zeros whose pages the system hands out at the first write: torch.zeros writes them all,
+    which takes seconds for a pool of 2 GiB. Raises RuntimeError, as torch does, without memory.
+    """
+    try:
+        return torch.from_numpy(numpy.zeros(shape, dtype))
+    except (MemoryError, ValueError) as error:  # ValueError: more than addresses can count
+        raise RuntimeError(str(error)) from error
+
+
 class KVPools:
     """open: float32 [num_open, layers, 2, kv_heads, block_size, head_dim]
     sealed: uint8 [num_sealed, layers, bytes of a layer's block]
@@ -44,10 +55,10 @@ class KVPools:
         self, spec: DecoderSpec, config: KVCacheConfig, num_open: int, num_sealed: int
     ) -> None:
         shape = (num_open, spec.num_layers, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
-        self.open = torch.zeros(shape)
+        self.open = _zeros(shape, numpy.float32)
         self.layout = sealed_layout(spec, config) if config.seals else None
         num_bytes = self.layout.num_bytes if self.layout is not None else 0
-        self.sealed = torch.zeros((num_sealed, spec.num_layers, num_bytes), dtype=torch.uint8)
+        self.sealed = _zeros((num_sealed, spec.num_layers, num_bytes), numpy.uint8)
 
     @property
     def num_bytes(self) -> int:

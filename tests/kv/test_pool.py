@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,23 @@ def test_x11_groups_never_cross_sequences(tmp_path: Path) -> None:
     together = sealed([0, 1])
     for i in (0, 1):
         assert torch.equal(together[i], sealed([i])[i])
+
+
+def test_pools_take_no_memory_before_they_are_written() -> None:
+    """2 GiB of them would take seconds to fill."""
+    spec = tiny_spec()
+    config = KVCacheConfig(block_size=16)
+    blocks = 2**31 // open_block_bytes(spec, config, itemsize=4)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pools = KVPools(spec, config, blocks, 0)
+    assert pools.open.nbytes > 2**31 - 2**20
+    assert float(pools.open[-1].sum()) == 0
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 64 * 1024
+
+
+def test_more_than_memory_is_an_error_of_ours() -> None:
+    spec = tiny_spec()
+    for blocks in (2**45, 2**62):
+        with pytest.raises(RuntimeError):
+            KVPools(spec, KVCacheConfig(), blocks, 0)
