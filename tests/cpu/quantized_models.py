@@ -60,12 +60,19 @@ KINDS = {
 
 def quantized_checkpoint(arch: str, folder: Path, kind: WeightKind, **overrides: object) -> Path:
     """A tiny model whose linears are rounded to the nearest codes; returns its folder."""
-    base = open_folder(tiny_checkpoint(arch, folder / "base", **overrides))
+    return rounded_checkpoint(
+        tiny_checkpoint(arch, folder / "base", **overrides), folder / "out", kind
+    )
+
+
+def rounded_checkpoint(source: Path, out: Path, kind: WeightKind) -> Path:
+    """An artifact of a dense model whose linears are rounded to the nearest codes."""
+    base = open_folder(source)
     scheme = kind.scheme()
     tables = None
     if kind.embeddings is not None:
         tables = EmbeddingsRecord(bits=kind.embeddings, group_size=64, symmetric=True)
-    with ArtifactWriter(folder / "out", base, overwrite=False) as writer:
+    with ArtifactWriter(out, base, overwrite=False) as writer:
         for name in sorted(base.names()):
             if not name.endswith("_proj.weight") or kind.dense in name.split("."):
                 if not name.endswith("_proj.bias") or kind.dense in name.split("."):

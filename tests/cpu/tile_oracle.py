@@ -29,16 +29,15 @@ def _row(matrix: TileMatrix, data: bytes, row: int) -> list[float]:
         return [struct.unpack_from("<f", data, (k * 32 + row) * 4)[0] for k in range(matrix.cols)]
     if matrix.kind is Kind.BF16:
         return [_bfloat16(data, (k // 2 * 32 + row) * 4 + k % 2 * 2) for k in range(matrix.cols)]
-    groups = matrix.cols // matrix.group
     per_byte = 2 if matrix.kind is Kind.W4 else 1
-    scales_at = 32 * matrix.cols // per_byte
-    zeros_at = scales_at + 64 * groups
+    codes = 32 * matrix.group // per_byte
+    stride = codes + (64 if matrix.symmetric else 96)
     weights = []
     for k in range(matrix.cols):
-        at = k // matrix.group * 32 + row
-        (scale,) = struct.unpack_from("<e", data, scales_at + 2 * at)
-        zero = data[zeros_at + at] if not matrix.symmetric else 128 // 16 ** (per_byte - 1)
-        weights.append((_code(matrix.kind, data, k, row) - zero) * scale)
+        group = data[k // matrix.group * stride :][:stride]
+        (scale,) = struct.unpack_from("<e", group, codes + 2 * row)
+        zero = group[codes + 64 + row] if not matrix.symmetric else 128 // 16 ** (per_byte - 1)
+        weights.append((_code(matrix.kind, group, k % matrix.group, row) - zero) * scale)
     return weights
 
 

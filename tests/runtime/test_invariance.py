@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
+from backends import BACKENDS
+from cpu.quantized_models import KINDS, quantized_checkpoint
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.executors import load_executor
@@ -23,27 +26,36 @@ VOCAB = 256
 
 
 class Executors:
-    """Makes engines on one tiny checkpoint."""
+    """Makes engines on one tiny checkpoint and one backend."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder, self.backend = folder, backend
+        self.threads = itertools.cycle((1, 2, 3))
 
     def engine(self, config: EngineConfig) -> Engine:
         """A fresh engine on an executor of its own, so that two live side by side."""
-        executor = load_executor(self.folder, backend="reference", kv_config=config.kv)
+        # Threads of torch are the process's; those of the cpu backend are an executor's own.
+        threads = next(self.threads) if self.backend == "cpu" else None
+        executor = load_executor(
+            self.folder, backend=self.backend, kv_config=config.kv, threads=threads
+        )
         return Engine(executor, config, frozenset({5}))
 
 
-@pytest.fixture(scope="module")
-def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executors]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def executors(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Executors]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Executors(tiny_checkpoint("llama", tmp_path_factory.mktemp("tiny")))
+    # R28: quantized weights, whose kernels differ most between one row and many.
+    folder = quantized_checkpoint("llama", tmp_path_factory.mktemp("q"), KINDS["4-bit tables"])
+    yield Executors(folder, request.param)
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def deadline() -> float:
+def deadline(executors: Executors) -> float:
     """The property test stops drawing after this time; it has many examples by then."""
     return time.monotonic() + SECONDS
 
@@ -81,9 +93,10 @@ def test_a_storm_that_preempts(executors: Executors, dtype: str) -> None:
     assert preemptions > 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ["mistral", "qwen2", "qwen3", "gemma3_text"])
-def test_every_architecture_keeps_p2(arch: str, tmp_path: Path) -> None:
-    executors = Executors(tiny_checkpoint(arch, tmp_path))
+def test_every_architecture_keeps_p2(arch: str, backend: str, tmp_path: Path) -> None:
+    executors = Executors(tiny_checkpoint(arch, tmp_path), backend)
     storm = Storm(
         kv=KVCacheConfig(dtype="int4", block_size=16),
         arrivals=tuple(

@@ -119,7 +119,10 @@ class CpuExecutor:
 
 
 class _StepArrays:
-    """A StepBatch as flat arrays: `array` takes lists of ints several times faster than numpy."""
+    """A StepBatch as flat arrays, in microseconds: a step may take no more than a thousand.
+
+    An `array` of a list is made faster than a NumPy array, and than an array is extended by it.
+    """
 
     def __init__(self, batch: StepBatch, block_size: int) -> None:
         tokens, starts, counts = array("i"), array("i"), array("i")
@@ -132,8 +135,8 @@ class _StepArrays:
             table_starts.append(len(opened))
             needed = -(-(piece.start + len(piece.token_ids)) // block_size)
             tokens.extend(piece.token_ids)
-            opened.extend(piece.open_blocks)
-            sealed.extend(piece.sealed_blocks)
+            opened.extend(array("i", piece.open_blocks))
+            sealed.extend(array("i", piece.sealed_blocks))
             if len(opened) != len(sealed) or len(opened) - table_starts[-1] < needed:
                 raise RuntimeError(f"the block tables of a slice don't have {needed} entries each")
         self.tokens, self.starts, self.counts = tokens, starts, counts
