@@ -64,11 +64,14 @@ kernels:
 # Random models and steps through the C ABI. A program ends with 3 on a CPU that can't run it.
 SANITIZE ?= address,undefined
 STRESS_ARGS ?=
+STRESS_BUILD ?= build/stress
 ISAS ?= portable avx2 avx512
 kernels-asan:
-	$(KERNELS) -B build/stress -DQDEPLOY_STRESS=ON -DQDEPLOY_SANITIZE=$(SANITIZE)
-	$(CMAKE) --build build/stress --target $(ISAS:%=stress_%)
-	for isa in $(ISAS); do build/stress/stress_$$isa $(STRESS_ARGS) || [ $$? = 3 ] || exit 1; done
+	$(KERNELS) -B $(STRESS_BUILD) -DQDEPLOY_STRESS=ON -DQDEPLOY_SANITIZE=$(SANITIZE)
+	$(CMAKE) --build $(STRESS_BUILD) --target $(addprefix stress_,$(ISAS))
+	for isa in $(ISAS); do \
+	  $(STRESS_BUILD)/stress_$$isa $(STRESS_ARGS) || [ $$? = 3 ] || exit 1; \
+	done
 
 # Needs a cross compiler and qemu's user mode, e.g. Debian's g++-aarch64-linux-gnu and qemu-user.
 ARM_CXX ?= aarch64-linux-gnu-g++

@@ -79,6 +79,7 @@ Plan& Model::next_plan() {
 }
 
 void Model::wait_until_left(uint64_t step) {
+    threads_->close(step);
     while (!threads_->left(step)) std::this_thread::yield();
 }
 

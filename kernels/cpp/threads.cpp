@@ -30,6 +30,7 @@ bool Threads::left(uint64_t step) const {
 
 void Threads::run() {
     const uint64_t step = step_.load(std::memory_order_relaxed) + 1;
+    open_.store(step, std::memory_order_seq_cst);
     step_.store(step, std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst) > 0) {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -44,7 +45,7 @@ void Threads::work(int thread) {
     while ((last = wait_for(last)) != 0) {
         // Announced before the step is checked again: whoever recycles a plan sees one or the other.
         seat.inside.store(last, std::memory_order_seq_cst);
-        if (step_.load(std::memory_order_seq_cst) == last) body_(thread, last);
+        if (open_.load(std::memory_order_seq_cst) == last) body_(thread, last);
         seat.inside.store(0, std::memory_order_seq_cst);
     }
 }

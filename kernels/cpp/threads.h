@@ -38,6 +38,8 @@ public:
     uint64_t next_step() const { return step_.load(std::memory_order_relaxed) + 1; }
     // Whether no worker is still inside `step` or an earlier one.
     bool left(uint64_t step) const;
+    // No worker enters `step` any more: one that wakes after the step is over finds it closed.
+    void close(uint64_t step) { open_.compare_exchange_strong(step, 0, std::memory_order_seq_cst); }
     // Announces the next step, runs the body here as thread 0, returns when it does.
     void run();
     // Whether `step` is the one in progress.
@@ -53,6 +55,7 @@ private:
     const int count_;
     const Body body_;
     alignas(CACHE_LINE) std::atomic<uint64_t> step_{0};
+    std::atomic<uint64_t> open_{0};  // the step that workers may enter, or 0
     alignas(CACHE_LINE) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from qdeploy_kernels.cpu import library
 
 CHECKOUT = Path(__file__).parents[2]
 #: Knows no AVX-512, and then fails on the kernels themselves.
@@ -80,6 +83,11 @@ def test_a_compiler_that_fails_drops_only_what_it_fails_on(tmp_path: Path) -> No
         assert "can't compile for avx512; left out" in output
         assert "can't compile for avx2" not in output
         assert "CPU kernels for avx2 can't be built; left out" in output
+
+
+def test_the_loader_and_the_build_know_the_same_instruction_sets() -> None:
+    text = (CHECKOUT / "cmake" / "kernels.cmake").read_text(encoding="utf-8")
+    assert set(re.findall(r"set\(flags_(\w+)", text)) == set(library.ISA_FLAGS)
 
 
 @pytest.mark.parametrize("name", ["CMakeLists.txt", "cmake/kernels.cmake"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -65,6 +66,29 @@ def test_wheel_is_small_and_fits_every_python_of_the_platform(wheel: Path) -> No
     platform = sysconfig.get_platform().replace("-", "_")
     assert wheel.name.endswith(f"-py3-none-{platform}.whl")
     assert wheel.stat().st_size < 2_000_000
+
+
+def compiles(*options: str) -> bool:
+    """Whether there is a C++ compiler, and it knows these options."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    command = [compiler or "false", *options, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_every_instruction_set_that_the_compiler_knows_is_in_the_wheel(names: set[str]) -> None:
+    expected = {"portable"} if compiles() else set()
+    if os.uname().machine == "x86_64":
+        if compiles("-mavx2", "-mfma", "-mf16c"):
+            expected.add("avx2")
+        if compiles("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"):
+            expected.add("avx512")
+    folder = "qdeploy_kernels/cpu"
+    found = {name for name in names if name.endswith(".so")}
+    assert found == {f"{folder}/_qdeploy_cpu_{isa}.so" for isa in expected}
+
+
+def test_no_source_of_the_kernels_is_in_the_wheel(names: set[str]) -> None:
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".cmake"))]
 
 
 def test_import_does_not_load_torch() -> None:
