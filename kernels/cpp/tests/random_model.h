@@ -75,6 +75,11 @@ inline int64_t row_at(int64_t rows, bool paired, int64_t tile, int place) {
     return row < rows / 2 ? (place < 16 ? row : rows / 2 + row) : -1;
 }
 
+// Bytes of a group of W4 or W8: codes, scales, zero points.
+inline int64_t group_bytes(const qd_matrix& m) {
+    return (m.kind == QD_W4 ? 16 : 32) * (int64_t)m.group + (m.symmetric ? 64 : 96);
+}
+
 // Weights of about ±spread. group counts for W4 and W8 only.
 inline qd_matrix random_matrix(Arena& arena, Random& random, int rows, int cols, int kind, int group,
                                bool paired, float spread) {
@@ -94,13 +99,16 @@ inline qd_matrix random_matrix(Arena& arena, Random& random, int rows, int cols,
         uint8_t* tile = memory + t * m.tile_bytes;
         const auto pads = [&](int place) { return row_at(rows, paired, t, place) < 0; };
         if (codes) {
-            for (int64_t i = 0; i < code_bytes; i++) tile[i] = (uint8_t)random.between(0, 255);
-            uint16_t* scales = (uint16_t*)(tile + code_bytes);
-            uint8_t* zeros = tile + code_bytes + groups * 64;
             const float step = spread / (kind == QD_W4 ? 8 : 128);
-            for (int64_t i = 0; i < groups * 32; i++) {
-                scales[i] = pads(i % 32) ? 0 : half_of(step * (1.0f + 0.5f * random.real()));
-                if (!m.symmetric) zeros[i] = (uint8_t)random.between(0, kind == QD_W4 ? 15 : 255);
+            for (int64_t g = 0; g < groups; g++) {
+                uint8_t* at = tile + g * group_bytes(m);
+                uint16_t* scales = (uint16_t*)(at + code_bytes / groups);
+                uint8_t* zeros = at + code_bytes / groups + 64;
+                for (int64_t i = 0; i < code_bytes / groups; i++) at[i] = (uint8_t)random.between(0, 255);
+                for (int i = 0; i < 32; i++) {
+                    scales[i] = pads(i) ? 0 : half_of(step * (1.0f + 0.5f * random.real()));
+                    if (!m.symmetric) zeros[i] = (uint8_t)random.between(0, kind == QD_W4 ? 15 : 255);
+                }
             }
         } else {
             for (int64_t c = 0; c < cols; c++)
@@ -132,7 +140,8 @@ inline float weight(const qd_matrix& m, int64_t tile, int place, int64_t c) {
         std::memcpy(&w, &bits, sizeof w);
         return w;
     }
-    const int64_t code_bytes = m.kind == QD_W4 ? 16 * (int64_t)m.cols : 32 * (int64_t)m.cols;
+    at += c / m.group * group_bytes(m);
+    c %= m.group;
     int code, zero = m.kind == QD_W4 ? 8 : 128;
     if (m.kind == QD_W4) {
         const uint8_t both = at[c / 8 * 128 + place * 4 + c % 4];
@@ -140,9 +149,9 @@ inline float weight(const qd_matrix& m, int64_t tile, int place, int64_t c) {
     } else {
         code = at[c / 4 * 128 + place * 4 + c % 4];
     }
-    const int64_t meta = c / m.group * 32 + place;
-    if (!m.symmetric) zero = at[code_bytes + (m.cols / m.group) * 64 + meta];
-    return (float)(code - zero) * from_half(((const uint16_t*)(at + code_bytes))[meta]);
+    at += (m.kind == QD_W4 ? 16 : 32) * (int64_t)m.group;
+    if (!m.symmetric) zero = at[64 + place];
+    return (float)(code - zero) * from_half(((const uint16_t*)at)[place]);
 }
 
 inline int random_group(Random& random, int cols) {

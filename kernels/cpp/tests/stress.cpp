@@ -2,9 +2,11 @@
 // Checks: a sequence gives the same bits whole and alone, and in chunks in any batch with any
 // number of threads; logits are finite; a matrix agrees with float64; malformed input is refused
 // and changes nothing. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <string>
+#include <thread>
 
 #include "malformed.h"
 
@@ -186,6 +188,27 @@ static void compute_chunked(Case& c, int threads) {
     }
 }
 
+// Engines that go as soon as their step is over, while sleeping workers are still on their way.
+static void short_lives(Case& c) {
+    void* model = qd_model_create(&c.model, 4);
+    check(model, "a model is created");
+    for (int i = 0; i < 10; i++) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        void* engine = qd_engine_create(model, &c.kv);
+        check(engine && qd_kv_allocate(engine, c.num_open, c.num_sealed) == 0, "an engine is created");
+        Tables tables(c.kv, c.num_open, c.num_sealed, c.random);
+        Sequence& s = c.sequences[0];
+        tables.allocate(s, 1);
+        Step step(c.model.vocab);
+        step.add(s, 1, 1);
+        run(engine, step, 0, "one token runs");
+        compare(c, 0, 1, step.logits.data(), step.stride, 1);
+        tables.free(s);
+        qd_engine_destroy(engine);
+    }
+    qd_model_destroy(model);
+}
+
 // qd_linear against float64 on the model's own matrices.
 static void check_linear(Case& c) {
     const qd_layer& layer = c.model.layers[0];
@@ -227,6 +250,7 @@ int main(int count, char** arguments) {
         refuse_models(c);
         check_linear(c);
         compute_whole(c);
+        short_lives(c);
         compute_chunked(c, 1);
         compute_chunked(c, (int)c.random.between(2, 4));
     }

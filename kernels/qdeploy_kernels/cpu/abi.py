@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class Kind(IntEnum):
@@ -156,6 +156,7 @@ def declare(library: ctypes.CDLL) -> None:
         "qd_open_block_bytes": (c_int64, [handle]),
         "qd_sealed_block_bytes": (c_int64, [handle]),
         "qd_kv_allocate": (c_int32, [handle, c_int32, c_int32]),
+        "qd_pool": (handle, [handle, c_int32, POINTER(c_int64)]),
         "qd_execute": (c_int32, [handle, POINTER(Step)]),
         "qd_read_seconds": (ctypes.c_double, [handle, c_int64, c_int32]),
         "qd_linear": (c_int32, [handle, POINTER(Matrix), handle, c_int32, handle]),

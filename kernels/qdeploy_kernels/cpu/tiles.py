@@ -95,10 +95,12 @@ def pack_codes(matrix: Codes, rows: int) -> TileMatrix:
     """
     centred = _centred(matrix)
     codes = matrix.codes if centred is None else centred
-    parts = [_code_bytes(codes, matrix.kind), _lanes(matrix.scales.half()).view(torch.uint8)]
+    groups = codes.shape[1] // matrix.group
+    blocks = _code_bytes(codes, matrix.kind).flatten(1).unflatten(1, (groups, -1))
+    parts = [blocks, _lanes(matrix.scales.half()).view(torch.uint8)]
     if centred is None:
         parts.append(_lanes(matrix.zeros))
-    tiles = torch.cat([part.flatten(1) for part in parts], dim=1)
+    tiles = torch.cat(parts, dim=2).flatten(1)
     padded = tile_bytes(matrix.kind, codes.shape[1], matrix.group, centred is not None)
     return TileMatrix(
         kind=matrix.kind,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from qdeploy_kernels.cpu.abi import Kind
 from qdeploy_kernels.cpu.tiles import ALIGNMENT, TILE_ROWS, TileMatrix, tile_bytes
 
-_MAGIC = b"qdtiles1"
+_MAGIC = b"qdtiles2"
 _PROLOGUE = struct.Struct("<8sQQ32s8x")
 _DTYPES = {"uint8": np.uint8, "float32": np.float32, "int32": np.int32}
 
