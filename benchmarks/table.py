@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = "qdeploy"
-PEERS = ("llama.cpp", "OpenVINO")
+PEERS = ("llama.cpp", "OpenVINO", "vLLM")
 Row = dict[str, Any]
 
 
@@ -27,7 +27,8 @@ def main() -> None:
 def rate_table(rows: Sequence[Row]) -> list[str]:
     """Tokens per second: a line per workload and per variant of ours, beside each peer's best."""
     rates = [(*row["name"].split(" | "), row) for row in rows if row["unit"] == "tok/s"]
-    heads = ["tok/s", OURS, *PEERS, "× best peer"]
+    peers = [peer for peer in PEERS if any(rate[2].startswith(peer) for rate in rates)]
+    heads = ["tok/s", OURS, *peers, "× best peer"]
     lines = []
     for model, title, engine, row in rates:
         if not engine.startswith(OURS):
@@ -38,7 +39,7 @@ def rate_table(rows: Sequence[Row]) -> list[str]:
                 for m, t, name, other in rates
                 if (m, t) == (model, title) and name.startswith(peer)
             )
-            for peer in PEERS
+            for peer in peers
         ]
         ratio = "–" if row["ratio"] is None else f"**{row['ratio']:.2f}**"
         variant = engine.removeprefix(OURS).strip()

@@ -180,3 +180,10 @@ def openvino(name: str, python: str, model: Path, *, threads: int, kv: str) -> D
     """OpenVINO GenAI in its own Python; `kv` is its KV_CACHE_PRECISION."""
     options = {"model": str(model), "threads": threads, "kv": kv}
     return DriverProcess(name, python, "openvino_driver.py", options)
+
+
+def vllm(name: str, python: str, model: Path, load: Load, *, threads: int) -> DriverProcess:
+    """vLLM's CPU build in its own Python, with room for the load."""
+    options = {"model": str(model), "threads": threads, "batch": load.batch}
+    options |= {"max_model_len": load.prompt + load.output}
+    return DriverProcess(name, python, "vllm_driver.py", options)

@@ -15,7 +15,9 @@ class Engine:
 
     def __init__(self, options: dict[str, Any]) -> None:
         from qdeploy import LLM
+        from qdeploy.cli.environment import bound_spinning
 
+        bound_spinning()  # as the command does; here, so that peers keep their own ways
         llm = LLM(
             options["model"],
             backend=options["backend"],
