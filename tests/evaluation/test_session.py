@@ -17,6 +17,7 @@ from qdeploy.pipeline import quantize_checkpoint
 from qdeploy.progress import Silent
 from qdeploy.recipes import parse_recipe
 from qdeploy.runtime.llm import LLM, resolve_kv_config
+from qdeploy.runtime.sampler import token_logprob
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer
 from tiny_models import tiny_checkpoint
@@ -52,8 +53,11 @@ def test_p1_served_logprobs_are_the_evaluated_ones_bit_for_bit(artifact: Path) -
         tokens = [*prompt, *sample.token_ids]
         rows: list[torch.Tensor] = []
         llm.engine.score(tokens, lambda _, logits, rows=rows: rows.append(logits))
-        scored = [torch.log_softmax(row, 0) for row in torch.cat(rows)[len(prompt) - 1 : -1]]
-        expected = [float(row[token]) for row, token in zip(scored, sample.token_ids, strict=True)]
+        scored = torch.cat(rows)[len(prompt) - 1 : -1].numpy()
+        expected = [
+            token_logprob(row, token, 0).logprob
+            for row, token in zip(scored, sample.token_ids, strict=True)
+        ]
         assert sample.logprobs is not None
         assert [item.logprob for item in sample.logprobs] == expected
 
