@@ -39,11 +39,12 @@ class TensorFolder:
         self._sha256: str | None = None
         for file in _weight_files(self.path):
             self._add(file)
+        self._names = frozenset(self._entries)
         self._check_index()
 
     def names(self) -> frozenset[str]:
         """Names of all stored tensors."""
-        return frozenset(self._entries)
+        return self._names
 
     def tensor(self, name: str) -> Tensor:
         """The tensor as stored, read now; raises FormatError when the folder lacks it."""

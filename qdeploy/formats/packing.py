@@ -61,6 +61,8 @@ def unpack_bits(words: Tensor, bits: int, length: int, dim: int = -1) -> Tensor:
             f"{stream.shape[-1]} words can't be {length} codes of {bits} bits "
             f"({packed_length(length, bits)} words)"
         )
+    if 8 % bits == 0:
+        return _unpack_bytes(stream, bits)[..., :length].movedim(-1, dim).contiguous()
     period_codes, period_words = _period(bits)
     periods = -(-length // period_codes)
     padded = torch.nn.functional.pad(stream, (0, periods * period_words - stream.shape[-1]))
@@ -76,6 +78,17 @@ def unpack_bits(words: Tensor, bits: int, length: int, dim: int = -1) -> Tensor:
         codes[..., index] = lane.to(torch.uint8)
     flat = codes.reshape(*stream.shape[:-1], periods * period_codes)
     return flat[..., :length].movedim(-1, dim).contiguous()
+
+
+def _unpack_bytes(stream: Tensor, bits: int) -> Tensor:
+    """All codes of 2, 4 or 8 bits: none straddles a byte, and int32 words are little-endian."""
+    octets = stream.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    codes = torch.empty(*octets.shape, 8 // bits, dtype=torch.uint8, device=stream.device)
+    for index in range(8 // bits):
+        torch.bitwise_right_shift(octets, index * bits, out=codes[..., index])
+    return codes.bitwise_and_((1 << bits) - 1).flatten(-2)
 
 
 def pack_awq(codes: Tensor) -> Tensor:
