@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace qd {
@@ -24,27 +25,23 @@ QD_INLINE float exp2_of(float x) {
     return out[0];
 }
 
-QD_INLINE void scale_row(float* row, int n, float factor) {
-    if (factor == 1.0f) return;  // the same bits, sooner
-    for (int i = 0; i < n; i += LANES) store(row + i, mul(load(row + i), set(factor)));
-}
-
 QD_INLINE int rows_of(const HeadRule& rule, const Tile& tile) { return tile.count * rule.queries_per_head; }
 
 QD_INLINE int position_of(const HeadRule& rule, const Tile& tile, int row) {
     return tile.position + row / rule.queries_per_head;
 }
 
-void put_operand(const KVLayout& kv, const float* x, int64_t width, uint32_t* out) {
-    if (kv.exact) {
-        std::memcpy(out, x, width * sizeof(float));
-        return;
-    }
-    for (int64_t i = 0; i < width; i += 2 * LANES) store_pairs(out + i / 2, load(x + i), load(x + i + LANES));
+// Two vectors of an operand: bfloat16 pairs, or floats in exact arithmetic.
+QD_INLINE void put(const KVLayout& kv, uint32_t* row, int i, F first, F second) {
+    if (!kv.exact) return store_pairs(row + i / 2, first, second);
+    store((float*)row + i, first), store((float*)row + i + LANES, second);
 }
 
 // Entries of 4 bytes from one row of an operand to the next.
 QD_INLINE int64_t operand_stride(const KVLayout& kv, int64_t width) { return kv.exact ? width : width / 2; }
+
+// The second of two vectors; there is none when n is an odd number of vectors.
+QD_INLINE F second(const float* x, int i, int n) { return i + LANES < n ? load(x + i + LANES) : zero(); }
 
 // The panel that a product should read: codes widen once when many rows share them.
 const uint8_t* readable(const KVLayout& kv, Panel& kind, const uint8_t* panel, int lanes, int reduce, int rows,
@@ -57,100 +54,120 @@ const uint8_t* readable(const KVLayout& kv, Panel& kind, const uint8_t* panel, i
 
 // Scores of the tile's rows with a block's keys, before masking.
 void score_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
+    const int dim = kv.head_dim, size = kv.block_size;
     const int64_t stride = operand_stride(kv, s.width);
-    const uint32_t* operand = s.open_q;
-    Panel kind = kv.open_kind();
-    const uint8_t* panel = block.data;
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < kv.block_size; i += LANES) store(s.scores + r * s.keys + i, zero());
+    Product product{kv.open_kind(), s.open_q, stride, block.data, size, 0, size / LANES, dim, rows,
+                    s.scores, s.keys, s.starts, nullptr};
     if (block.sealed) {  // q · (code · scale + offset): scales go into q, offsets into one number
-        kind = kv.key_kind();
-        read_scales(kv, kind, block.data + kv.key_scales(), kv.head_dim, s.scale, s.offset);
-        float* scaled = s.scale + s.width;
+        product.kind = kv.key_kind(), product.a = s.block_q;
+        read_scales(kv, product.kind, block.data + kv.key_scales(), dim, s.scale, s.offset);
         for (int r = 0; r < rows; r++) {
             const float* q = s.q + r * s.width;
             F offset = zero();
-            for (int i = 0; i < kv.head_dim; i += LANES) {
-                offset = fma(load(q + i), load(s.offset + i), offset);
-                store(scaled + i, mul(load(q + i), load(s.scale + i)));
+            for (int i = 0; i < dim; i += 2 * LANES) {
+                const F a = load(q + i), b = second(q, i, dim);
+                offset = fma(a, load(s.offset + i), offset);
+                offset = fma(b, second(s.offset, i, dim), offset);
+                put(kv, s.block_q + r * stride, i, mul(a, load(s.scale + i)), mul(b, second(s.scale, i, dim)));
             }
-            put_operand(kv, scaled, s.width, s.block_q + r * stride);
-            const F start = set(sum(offset));
-            for (int i = 0; i < kv.block_size; i += LANES) store(s.scores + r * s.keys + i, start);
+            s.starts[r] = sum(offset);
         }
-        operand = s.block_q;
-        panel = readable(kv, kind, panel, kv.block_size, kv.head_dim, rows, s.key_panel);
+        product.panel = readable(kv, product.kind, block.data, size, dim, rows, s.key_panel);
+    } else {
+        std::memset(s.starts, 0, rows * sizeof(float));
     }
-    panel_product(kind, operand, stride, panel, kv.block_size, 0, kv.block_size / LANES, kv.head_dim, rows, s.scores,
-                  s.keys);
+    panel_product(product);
 }
 
-// Caps and masks a row's scores; keys at first … first + block_size − 1, a query at `position`.
-void mask_row(const KVLayout& kv, const HeadRule& rule, int first, int position, float* scores) {
-    if (rule.cap > 0)
-        for (int i = 0; i < kv.block_size; i += LANES) {
-            const F capped = mul(tanh(div(load(scores + i), set(rule.cap))), set(rule.cap * LOG2_E));
-            store(scores + i, capped);
-        }
-    const int after = position + 1 - first;                                 // first key it must not see
+// Caps a row's scores.
+void cap_row(const KVLayout& kv, const HeadRule& rule, float* scores) {
+    for (int i = 0; i < kv.block_size; i += LANES) {
+        const F capped = mul(tanh(div(load(scores + i), set(rule.cap))), set(rule.cap * LOG2_E));
+        store(scores + i, capped);
+    }
+}
+
+// Masks the keys at first … first + block_size − 1 that a query must not see; whether there are any.
+bool mask_row(const KVLayout& kv, const HeadRule& rule, int first, int position, float* scores) {
+    const int after = position + 1 - first;                                  // first key that is too new
     const int before = rule.window ? position - rule.window + 1 - first : 0;  // and how many are too old
+    if (after >= kv.block_size && before <= 0) return false;
     for (int i = after > 0 ? after : 0; i < kv.block_size; i++) scores[i] = -INFINITY;
     for (int i = 0; i < before && i < kv.block_size; i++) scores[i] = -INFINITY;
+    return true;
 }
 
-// Weights of a row's keys; returns the factor for what the row has gathered so far.
-float weigh_row(const KVLayout& kv, int row, AttentionScratch& s) {
-    float* scores = s.scores + row * s.keys;
-    F most = set(s.most[row]);
-    for (int i = 0; i < kv.block_size; i += LANES) most = max(load(scores + i), most);
-    const float top = largest(most), correction = exp2_of(s.most[row] - top);
-    F total = zero();
-    for (int i = 0; i < kv.block_size; i += LANES) {
-        const F weight = exp2(sub(load(scores + i), set(top)));
-        total = add(total, weight);
-        store(scores + i, weight);
-    }
-    s.most[row] = top;
-    s.total[row] = s.total[row] * correction + sum(total);
-    return correction;
-}
-
-// values += weights · V. Sealed: scales go into the weights, offsets into one number per group.
-void gather_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
-    const int groups = kv.value_groups(), vectors = kv.value_group() / LANES;
+// A row's running maximum and sum; its weights of the block's keys as operands for V, whose scales
+// they take in. Whether keys are masked follows from positions, so two variants keep P2.
+template <bool MASKED, bool SEALED> void weigh_row(const KVLayout& kv, int row, AttentionScratch& s) {
+    const float* scores = s.scores + row * s.keys;
+    const int size = kv.block_size, groups = SEALED ? kv.value_groups() : 1;
     const int64_t stride = operand_stride(kv, s.keys);
-    Panel kind = kv.open_kind();
-    const uint8_t* panel = block.data + kv.open_panel_bytes();
-    if (!block.sealed) {
-        for (int r = 0; r < rows; r++) put_operand(kv, s.scores + r * s.keys, s.keys, s.weights + r * stride);
-        panel_product(kind, s.weights, stride, panel, kv.head_dim, 0, kv.head_dim / LANES, kv.block_size, rows,
-                      s.values, kv.head_dim);
-        return;
-    }
-    kind = kv.value_kind();
-    panel = readable(kv, kind, block.data + kv.value_codes(), kv.head_dim, kv.block_size, rows, s.value_panel);
-    float* scaled = s.scale + s.keys;
+    F most = set(s.most[row]);
+    for (int i = 0; i < size; i += LANES) most = max(load(scores + i), most);
+    const float top = largest(most), factor = exp2_of(s.most[row] - top);
+    const auto weight = [&](F score) {
+        return MASKED ? exp2_or_zero(sub(score, set(top))) : exp2(sub(score, set(top)));
+    };
+    F total = zero();
     for (int g = 0; g < groups; g++) {
-        const int64_t step = (int64_t)kv.block_size * 2 * kv.halves();
-        read_scales(kv, kv.value_kind(), block.data + kv.value_scales() + g * step, kv.block_size, s.scale, s.offset);
-        for (int r = 0; r < rows; r++) {
-            F offset = zero();
-            for (int i = 0; i < kv.block_size; i += LANES) {
-                const F weight = load(s.scores + r * s.keys + i);
-                offset = fma(weight, load(s.offset + i), offset);
-                store(scaled + i, mul(weight, load(s.scale + i)));
+        uint32_t* out = s.weights + (int64_t)g * s.rows * s.keys + row * stride;
+        const float *scale = s.scale + g * s.keys, *offset = s.offset + g * s.keys;
+        F offsets = zero();
+        for (int i = 0; i < size; i += 2 * LANES) {
+            const bool both = i + LANES < size;
+            F a = weight(load(scores + i)), b = both ? weight(load(scores + i + LANES)) : zero();
+            if (g == 0) total = add(total, add(a, b));
+            if (SEALED) {
+                offsets = fma(a, load(offset + i), offsets);
+                a = mul(a, load(scale + i));
+                if (both) offsets = fma(b, load(offset + i + LANES), offsets), b = mul(b, load(scale + i + LANES));
             }
-            put_operand(kv, scaled, s.keys, s.weights + r * stride);
-            s.offsets[r * groups + g] += sum(offset);
+            put(kv, out, i, a, b);
         }
-        panel_product(kind, s.weights, stride, panel, kv.head_dim, g * vectors, (g + 1) * vectors, kv.block_size, rows,
-                      s.values, kv.head_dim);
+        float& sums = s.offsets[row * kv.value_groups() + g];
+        sums = SEALED ? sums * factor + sum(offsets) : sums * factor;
+    }
+    for (int g = groups; g < kv.value_groups(); g++) s.offsets[row * kv.value_groups() + g] *= factor;
+    s.most[row] = top;
+    s.total[row] = s.total[row] * factor + sum(total);
+    s.factors[row] = factor;
+}
+
+void weigh_block(const KVLayout& kv, const HeadRule& rule, const Tile& tile, const Block& block, int first, int rows,
+                 AttentionScratch& s) {
+    const int64_t step = (int64_t)kv.block_size * 2 * kv.halves();
+    for (int g = 0; block.sealed && g < kv.value_groups(); g++)
+        read_scales(kv, kv.value_kind(), block.data + kv.value_scales() + g * step, kv.block_size,
+                    s.scale + g * s.keys, s.offset + g * s.keys);
+    for (int r = 0; r < rows; r++) {
+        float* scores = s.scores + r * s.keys;
+        if (rule.cap > 0) cap_row(kv, rule, scores);
+        const bool masked = mask_row(kv, rule, first, position_of(rule, tile, r), scores);
+        if (block.sealed) masked ? weigh_row<true, true>(kv, r, s) : weigh_row<false, true>(kv, r, s);
+        else masked ? weigh_row<true, false>(kv, r, s) : weigh_row<false, false>(kv, r, s);
+    }
+}
+
+// values = values · factor + weights · V.
+void gather_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
+    const int dim = kv.head_dim, vectors = kv.value_group() / LANES;
+    Product product{kv.open_kind(), s.weights, operand_stride(kv, s.keys), block.data + kv.open_panel_bytes(),
+                    dim, 0, dim / LANES, kv.block_size, rows, s.values, dim, nullptr, s.factors};
+    if (!block.sealed) return panel_product(product);
+    product.kind = kv.value_kind();
+    product.panel = readable(kv, product.kind, block.data + kv.value_codes(), dim, kv.block_size, rows, s.value_panel);
+    for (int g = 0; g < kv.value_groups(); g++) {
+        product.a = s.weights + (int64_t)g * s.rows * s.keys;
+        product.first = g * vectors, product.last = (g + 1) * vectors;
+        panel_product(product);
     }
 }
 
 }  // namespace
 
-void AttentionScratch::reserve(const KVLayout& kv, int rows) {
+void AttentionScratch::reserve(const KVLayout& kv, int most_rows) {
+    rows = most_rows;
     width = round_up(kv.head_dim, TILE);
     keys = round_up(kv.block_size, TILE);
     for (uint8_t* memory = nullptr;;) {
@@ -159,13 +176,13 @@ void AttentionScratch::reserve(const KVLayout& kv, int rows) {
         carve.take(open_q, rows * width);
         carve.take(block_q, rows * width);
         carve.take(scores, rows * keys);
-        carve.take(weights, rows * keys);
+        carve.take(weights, (int64_t)kv.value_groups() * rows * keys);
         carve.take(values, (int64_t)rows * kv.head_dim);
         carve.take(merged, (int64_t)rows * kv.head_dim);
-        for (float** one : {&most, &total, &all_most, &all_total}) carve.take(*one, rows);
+        for (float** one : {&most, &total, &starts, &factors, &all_most, &all_total}) carve.take(*one, rows);
         carve.take(offsets, (int64_t)rows * kv.value_groups());
-        carve.take(scale, 2 * (width > keys ? width : keys));
-        carve.take(offset, width > keys ? width : keys);
+        carve.take(scale, std::max(width, kv.value_groups() * keys));
+        carve.take(offset, std::max(width, kv.value_groups() * keys));
         carve.take(key_panel, kv.elements() * 4);
         carve.take(value_panel, kv.elements() * 4);
         if (memory) return;
@@ -195,7 +212,8 @@ void load_queries(const KVLayout& kv, const HeadRule& rule, const Tile& tile, co
         if (rule.q_norm) head_norm(out, rule.q_norm, dim, rule.eps);
         rotate(out, cos + token * angle_stride, sin + token * angle_stride, dim);
         for (int i = 0; i < dim; i += LANES) store(out + i, mul(load(out + i), scale));
-        put_operand(kv, out, s.width, s.open_q + r * operand_stride(kv, s.width));
+        for (int i = 0; i < dim; i += 2 * LANES)
+            put(kv, s.open_q + r * operand_stride(kv, s.width), i, load(out + i), second(out, i, dim));
     }
 }
 
@@ -211,13 +229,7 @@ void attend_split(const KVLayout& kv, const HeadRule& rule, const Tile& tile, in
         if (rule.window && (b + 1) * size <= tile.position - rule.window + 1) continue;  // too old for all rows
         const Block block = blocks.find(b, tile.block);
         score_block(kv, block, rows, s);
-        for (int r = 0; r < rows; r++) {
-            const int position = position_of(rule, tile, r);
-            mask_row(kv, rule, b * size, position, s.scores + r * s.keys);
-            const float correction = weigh_row(kv, r, s);
-            scale_row(s.values + (int64_t)r * dim, dim, correction);
-            for (int g = 0; g < groups; g++) s.offsets[r * groups + g] *= correction;
-        }
+        weigh_block(kv, rule, tile, block, b * size, rows, s);
         gather_block(kv, block, rows, s);
     }
     for (int r = 0; r < rows; r++)

@@ -56,11 +56,11 @@ void merge(Partial& into, const Partial& part, int dim);
 // Memory of one thread for tiles of up to `rows` rows (queries × heads).
 class AttentionScratch {
 public:
-    void reserve(const KVLayout& kv, int rows);
+    void reserve(const KVLayout& kv, int most_rows);
 
-    int64_t width = 0, keys = 0;  // head_dim and block_size rounded up to 32
+    int64_t rows = 0, width = 0, keys = 0;  // head_dim and block_size rounded up to 32
     float *q = nullptr, *scores = nullptr, *values = nullptr, *merged = nullptr;
-    float *most = nullptr, *total = nullptr, *offsets = nullptr;
+    float *most = nullptr, *total = nullptr, *offsets = nullptr, *starts = nullptr, *factors = nullptr;
     float *all_most = nullptr, *all_total = nullptr;
     uint32_t *open_q = nullptr, *block_q = nullptr, *weights = nullptr;
     float *scale = nullptr, *offset = nullptr;

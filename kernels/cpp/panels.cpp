@@ -4,43 +4,42 @@ namespace qd {
 
 namespace {
 
-template <Panel KIND, int ROWS, int VECTORS>
-void product(const void* a, int64_t lda, const uint8_t* panel, int vectors, int first, int reduce, float* c, int64_t ldc) {
+// Rows row … row + ROWS − 1, VECTORS vectors from v on.
+template <Panel KIND, int ROWS, int VECTORS> void product(const Product& p, int row, int v) {
     F acc[ROWS][VECTORS];
+    float* c = p.c + row * p.ldc + v * LANES;
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = load(c + r * ldc + (first + v) * LANES);
+        for (int i = 0; i < VECTORS; i++)
+            acc[r][i] = p.start ? set(p.start[row + r]) : mul(load(c + r * p.ldc + i * LANES), set(p.factor[row + r]));
+    const uint32_t* a = (const uint32_t*)p.a + row * p.lda;  // both forms have 4 bytes an entry
+    const int vectors = p.lanes / LANES;
     if constexpr (KIND == Panel::FLOAT)
-        panel_dot_float<ROWS, VECTORS>((const float*)a, lda, (const float*)panel, vectors, first, reduce, acc);
+        panel_dot_float<ROWS, VECTORS>((const float*)a, p.lda, (const float*)p.panel, vectors, v, p.reduce, acc);
     else
-        panel_dot<KIND, ROWS, VECTORS>((const uint32_t*)a, lda, panel, vectors, first, reduce, acc);
+        panel_dot<KIND, ROWS, VECTORS>(a, p.lda, p.panel, vectors, v, p.reduce, acc);
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(c + r * ldc + (first + v) * LANES, acc[r][v]);
+        for (int i = 0; i < VECTORS; i++) store(c + r * p.ldc + i * LANES, acc[r][i]);
 }
 
-template <Panel KIND, int ROWS>
-void all_vectors(const void* a, int64_t lda, const uint8_t* panel, int vectors, int v, int last, int reduce, float* c,
-                 int64_t ldc) {
-    for (; v + 4 <= last; v += 4) product<KIND, ROWS, 4>(a, lda, panel, vectors, v, reduce, c, ldc);
-    for (; v + 2 <= last; v += 2) product<KIND, ROWS, 2>(a, lda, panel, vectors, v, reduce, c, ldc);
-    for (; v < last; v++) product<KIND, ROWS, 1>(a, lda, panel, vectors, v, reduce, c, ldc);
+template <Panel KIND, int ROWS> void all_vectors(const Product& p, int row) {
+    int v = p.first;
+    for (; v + 4 <= p.last; v += 4) product<KIND, ROWS, 4>(p, row, v);
+    for (; v + 2 <= p.last; v += 2) product<KIND, ROWS, 2>(p, row, v);
+    for (; v < p.last; v++) product<KIND, ROWS, 1>(p, row, v);
 }
 
-template <Panel KIND>
-void all_rows(const void* a, int64_t lda, const uint8_t* panel, int vectors, int first, int last, int reduce, int rows,
-              float* c, int64_t ldc) {
+template <Panel KIND> void all_rows(const Product& p) {
     constexpr int MOST = KIND == Panel::PAIRS || KIND == Panel::FLOAT ? MAX_ROWS : DIRECT_ROWS;
-    const int blocks = (rows + MOST - 1) / MOST;
+    const int blocks = (p.rows + MOST - 1) / MOST;
     for (int b = 0, row = 0; b < blocks; b++) {
-        const int end = rows * (b + 1) / blocks;
-        const void* ar = (const uint32_t*)a + row * lda;  // both forms have 4 bytes an entry
-        float* cr = c + row * ldc;
+        const int end = p.rows * (b + 1) / blocks;
         switch (end - row) {
-            case 1: all_vectors<KIND, 1>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
-            case 2: all_vectors<KIND, 2>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
-            case 3: all_vectors<KIND, (MOST > 2 ? 3 : 1)>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
-            case 4: all_vectors<KIND, (MOST > 3 ? 4 : 1)>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
-            case 5: all_vectors<KIND, (MOST > 4 ? 5 : 1)>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
-            default: all_vectors<KIND, (MOST > 5 ? 6 : 1)>(ar, lda, panel, vectors, first, last, reduce, cr, ldc); break;
+            case 1: all_vectors<KIND, 1>(p, row); break;
+            case 2: all_vectors<KIND, 2>(p, row); break;
+            case 3: all_vectors<KIND, (MOST > 2 ? 3 : 1)>(p, row); break;
+            case 4: all_vectors<KIND, (MOST > 3 ? 4 : 1)>(p, row); break;
+            case 5: all_vectors<KIND, (MOST > 4 ? 5 : 1)>(p, row); break;
+            default: all_vectors<KIND, (MOST > 5 ? 6 : 1)>(p, row); break;
         }
         row = end;
     }
@@ -55,15 +54,13 @@ QD_INLINE void store_widened(I pairs, bool to_float32, int64_t pair, int vectors
 
 }  // namespace
 
-void panel_product(Panel kind, const void* a, int64_t lda, const uint8_t* panel, int lanes, int first, int last,
-                   int reduce, int rows, float* c, int64_t ldc) {
-    const int vectors = lanes / LANES;
-    switch (kind) {
-        case Panel::PAIRS: return all_rows<Panel::PAIRS>(a, lda, panel, vectors, first, last, reduce, rows, c, ldc);
-        case Panel::S8: return all_rows<Panel::S8>(a, lda, panel, vectors, first, last, reduce, rows, c, ldc);
-        case Panel::E4M3: return all_rows<Panel::E4M3>(a, lda, panel, vectors, first, last, reduce, rows, c, ldc);
-        case Panel::N4: return all_rows<Panel::N4>(a, lda, panel, vectors, first, last, reduce, rows, c, ldc);
-        case Panel::FLOAT: return all_rows<Panel::FLOAT>(a, lda, panel, vectors, first, last, reduce, rows, c, ldc);
+void panel_product(const Product& p) {
+    switch (p.kind) {
+        case Panel::PAIRS: return all_rows<Panel::PAIRS>(p);
+        case Panel::S8: return all_rows<Panel::S8>(p);
+        case Panel::E4M3: return all_rows<Panel::E4M3>(p);
+        case Panel::N4: return all_rows<Panel::N4>(p);
+        case Panel::FLOAT: return all_rows<Panel::FLOAT>(p);
     }
 }
 

@@ -78,10 +78,20 @@ QD_INLINE void panel_dot_float(const float* a, int64_t lda, const float* panel, 
     }
 }
 
-// c[rows][16 first … 16 last − 1] += a · those lanes of the panel, for any number of rows; a in
-// bfloat16 pairs (float32 for FLOAT), lda entries of 4 bytes apart.
-void panel_product(Panel kind, const void* a, int64_t lda, const uint8_t* panel, int lanes, int first, int last,
-                   int reduce, int rows, float* c, int64_t ldc);
+// Lanes 16 first … 16 last − 1 of a · panel, for any number of rows: c = start + product, or
+// c = c · factor + product when start is null. a: bfloat16 pairs (float32 for FLOAT), lda entries
+// of 4 bytes apart; start, factor: [rows].
+struct Product {
+    Panel kind;
+    const void* a;
+    int64_t lda;
+    const uint8_t* panel;
+    int lanes, first, last, reduce, rows;
+    float* c;
+    int64_t ldc;
+    const float *start, *factor;
+};
+void panel_product(const Product& product);
 
 // Writes codes as PAIRS (or FLOAT): what a product over many rows reads.
 void widen_panel(Panel kind, const uint8_t* panel, int lanes, int reduce, bool to_float32, uint8_t* out);
