@@ -180,7 +180,7 @@ class Bench:
             if manifest is None or not manifest.accuracy:
                 raise SystemExit(f"the artifact with a {head}-bit head has no accuracy record")
             record = manifest.accuracy[-1]
-            name = f"{SMOLLM2} | KL of a {head}-bit head, other weights dense | qdeploy"
+            name = f"{SMOLLM2} | KL of the {head}-bit head, other weights dense | qdeploy"
             yield row(name, record.metrics["kl_mean"], "nats", record.num_tokens)
 
 
