@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace qd {
 
@@ -32,9 +33,16 @@ QD_INLINE int position_of(const HeadRule& rule, const Tile& tile, int row) {
 }
 
 // Two vectors of an operand: bfloat16 pairs, or floats in exact arithmetic.
-QD_INLINE void put(const KVLayout& kv, uint32_t* row, int i, F first, F second) {
-    if (!kv.exact) return store_pairs(row + i / 2, first, second);
+template <bool EXACT> QD_INLINE void put(uint32_t* row, int i, F first, F second) {
+    if (!EXACT) return store_pairs(row + i / 2, first, second);
     store((float*)row + i, first), store((float*)row + i + LANES, second);
+}
+
+// Sizes that are usual are known to the compiler, which unrolls their loops; 0 stands for others.
+template <class Body> QD_INLINE void with_size(int size, Body body) {
+    if (size == 64) body(std::integral_constant<int, 64>());
+    else if (size == 128) body(std::integral_constant<int, 128>());
+    else body(std::integral_constant<int, 0>());
 }
 
 // Entries of 4 bytes from one row of an operand to the next.
@@ -52,26 +60,34 @@ const uint8_t* readable(const KVLayout& kv, Panel& kind, const uint8_t* panel, i
     return wide;
 }
 
+// q · (code · scale + offset): the scales go into q, the offsets into one number per row.
+template <bool EXACT, int DIM> void fold_scales(const KVLayout& kv, int rows, AttentionScratch& s) {
+    const int dim = DIM ? DIM : kv.head_dim;
+    const int64_t stride = operand_stride(kv, s.width);
+    for (int r = 0; r < rows; r++) {
+        const float* q = s.q + r * s.width;
+        F offset = zero();
+        for (int i = 0; i < dim; i += 2 * LANES) {
+            const F a = load(q + i), b = second(q, i, dim);
+            offset = fma(a, load(s.offset + i), offset);
+            offset = fma(b, second(s.offset, i, dim), offset);
+            put<EXACT>(s.block_q + r * stride, i, mul(a, load(s.scale + i)), mul(b, second(s.scale, i, dim)));
+        }
+        s.starts[r] = sum(offset);
+    }
+}
+
 // Scores of the tile's rows with a block's keys, before masking.
 void score_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
     const int dim = kv.head_dim, size = kv.block_size;
-    const int64_t stride = operand_stride(kv, s.width);
-    Product product{kv.open_kind(), s.open_q, stride, block.data, size, 0, size / LANES, dim, rows,
+    Product product{kv.open_kind(), s.open_q, operand_stride(kv, s.width), block.data, size, 0, size / LANES, dim, rows,
                     s.scores, s.keys, s.starts, nullptr};
-    if (block.sealed) {  // q · (code · scale + offset): scales go into q, offsets into one number
+    if (block.sealed) {
         product.kind = kv.key_kind(), product.a = s.block_q;
         read_scales(kv, product.kind, block.data + kv.key_scales(), dim, s.scale, s.offset);
-        for (int r = 0; r < rows; r++) {
-            const float* q = s.q + r * s.width;
-            F offset = zero();
-            for (int i = 0; i < dim; i += 2 * LANES) {
-                const F a = load(q + i), b = second(q, i, dim);
-                offset = fma(a, load(s.offset + i), offset);
-                offset = fma(b, second(s.offset, i, dim), offset);
-                put(kv, s.block_q + r * stride, i, mul(a, load(s.scale + i)), mul(b, second(s.scale, i, dim)));
-            }
-            s.starts[r] = sum(offset);
-        }
+        with_size(dim, [&](auto known) {
+            kv.exact ? fold_scales<true, known>(kv, rows, s) : fold_scales<false, known>(kv, rows, s);
+        });
         product.panel = readable(kv, product.kind, block.data, size, dim, rows, s.key_panel);
     } else {
         std::memset(s.starts, 0, rows * sizeof(float));
@@ -99,9 +115,9 @@ bool mask_row(const KVLayout& kv, const HeadRule& rule, int first, int position,
 
 // A row's running maximum and sum; its weights of the block's keys as operands for V, whose scales
 // they take in. Whether keys are masked follows from positions, so two variants keep P2.
-template <bool MASKED, bool SEALED> void weigh_row(const KVLayout& kv, int row, AttentionScratch& s) {
+template <bool EXACT, bool SEALED, int SIZE, bool MASKED> void weigh_row(const KVLayout& kv, int row, AttentionScratch& s) {
     const float* scores = s.scores + row * s.keys;
-    const int size = kv.block_size, groups = SEALED ? kv.value_groups() : 1;
+    const int size = SIZE ? SIZE : kv.block_size, groups = SEALED ? kv.value_groups() : 1;
     const int64_t stride = operand_stride(kv, s.keys);
     F most = set(s.most[row]);
     for (int i = 0; i < size; i += LANES) most = max(load(scores + i), most);
@@ -123,7 +139,7 @@ template <bool MASKED, bool SEALED> void weigh_row(const KVLayout& kv, int row, 
                 a = mul(a, load(scale + i));
                 if (both) offsets = fma(b, load(offset + i + LANES), offsets), b = mul(b, load(scale + i + LANES));
             }
-            put(kv, out, i, a, b);
+            put<EXACT>(out, i, a, b);
         }
         float& sums = s.offsets[row * kv.value_groups() + g];
         sums = SEALED ? sums * factor + sum(offsets) : sums * factor;
@@ -134,19 +150,30 @@ template <bool MASKED, bool SEALED> void weigh_row(const KVLayout& kv, int row, 
     s.factors[row] = factor;
 }
 
+template <bool EXACT, bool SEALED, int SIZE>
+void weigh_rows(const KVLayout& kv, const HeadRule& rule, const Tile& tile, int first, int rows, AttentionScratch& s) {
+    for (int r = 0; r < rows; r++) {
+        float* scores = s.scores + r * s.keys;
+        if (rule.cap > 0) cap_row(kv, rule, scores);
+        if (mask_row(kv, rule, first, position_of(rule, tile, r), scores)) weigh_row<EXACT, SEALED, SIZE, true>(kv, r, s);
+        else weigh_row<EXACT, SEALED, SIZE, false>(kv, r, s);
+    }
+}
+
 void weigh_block(const KVLayout& kv, const HeadRule& rule, const Tile& tile, const Block& block, int first, int rows,
                  AttentionScratch& s) {
     const int64_t step = (int64_t)kv.block_size * 2 * kv.halves();
     for (int g = 0; block.sealed && g < kv.value_groups(); g++)
         read_scales(kv, kv.value_kind(), block.data + kv.value_scales() + g * step, kv.block_size,
                     s.scale + g * s.keys, s.offset + g * s.keys);
-    for (int r = 0; r < rows; r++) {
-        float* scores = s.scores + r * s.keys;
-        if (rule.cap > 0) cap_row(kv, rule, scores);
-        const bool masked = mask_row(kv, rule, first, position_of(rule, tile, r), scores);
-        if (block.sealed) masked ? weigh_row<true, true>(kv, r, s) : weigh_row<false, true>(kv, r, s);
-        else masked ? weigh_row<true, false>(kv, r, s) : weigh_row<false, false>(kv, r, s);
-    }
+    with_size(kv.block_size, [&](auto known) {
+        if (kv.exact)
+            block.sealed ? weigh_rows<true, true, known>(kv, rule, tile, first, rows, s)
+                         : weigh_rows<true, false, known>(kv, rule, tile, first, rows, s);
+        else
+            block.sealed ? weigh_rows<false, true, known>(kv, rule, tile, first, rows, s)
+                         : weigh_rows<false, false, known>(kv, rule, tile, first, rows, s);
+    });
 }
 
 // values = values · factor + weights · V.
@@ -212,8 +239,10 @@ void load_queries(const KVLayout& kv, const HeadRule& rule, const Tile& tile, co
         if (rule.q_norm) head_norm(out, rule.q_norm, dim, rule.eps);
         rotate(out, cos + token * angle_stride, sin + token * angle_stride, dim);
         for (int i = 0; i < dim; i += LANES) store(out + i, mul(load(out + i), scale));
+        uint32_t* operand = s.open_q + r * operand_stride(kv, s.width);
         for (int i = 0; i < dim; i += 2 * LANES)
-            put(kv, s.open_q + r * operand_stride(kv, s.width), i, load(out + i), second(out, i, dim));
+            kv.exact ? put<true>(operand, i, load(out + i), second(out, i, dim))
+                     : put<false>(operand, i, load(out + i), second(out, i, dim));
     }
 }
 

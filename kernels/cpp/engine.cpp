@@ -94,7 +94,7 @@ Engine::Engine(Model& owner, const qd_kv& config) : model(owner) {
     inner_width = round_up(spec.inner, TILE);
     const int heads = spec.q_heads / spec.kv_heads;
     attention.resize(model.threads().count());
-    tile_rows = std::max(heads, std::min(96 / heads * heads, kv.block_size * heads));
+    tile_rows = std::max(heads, std::min(192 / heads * heads, kv.block_size * heads));
 }
 
 void Engine::allocate(int open, int sealed) {
@@ -144,9 +144,17 @@ void Engine::plan_step(const qd_step& step, Plan& plan) {
     plan_chunks(plan);
 }
 
+// Large tiles read K and V less often; small ones leave work for every thread.
+int Engine::queries_per_tile(int tokens) const {
+    int queries = tile_rows / (model.spec().q_heads / model.spec().kv_heads);
+    while (queries > 8 && (int64_t)tokens * kv.kv_heads < 8 * queries * model.threads().count()) queries /= 2;
+    return queries;
+}
+
 void Engine::plan_slice(const qd_step& step, int slice, int row, Plan& plan) {
     const int start = step.starts[slice], end = start + step.counts[slice], size = kv.block_size;
     const int first = start / size, last = (end - 1) / size, base = (int)plan.open.size();
+    const int queries = queries_per_tile(step.num_tokens);
     plan.tables.push_back(base);
     for (int b = 0; b <= last; b++) {
         int open = step.open_blocks[step.table_starts[slice] + b];
@@ -166,7 +174,6 @@ void Engine::plan_slice(const qd_step& step, int slice, int row, Plan& plan) {
     for (int b = first; b <= last; b++) {
         const int low = std::max(start, b * size), high = std::min(end, (b + 1) * size);
         plan.fills.push_back({slice, b, low, high, row + low - start});
-        const int queries = std::max(1, tile_rows / (model.spec().q_heads / model.spec().kv_heads));
         for (int q = low; q < high; q += queries)
             plan.tiles.push_back({slice, row + q - start, q, std::min(queries, high - q), b, 0, -1});
     }

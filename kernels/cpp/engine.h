@@ -148,6 +148,7 @@ struct Engine {
 private:
     void plan_step(const qd_step& step, Plan& plan);
     void plan_slice(const qd_step& step, int slice, int row, Plan& plan);
+    int queries_per_tile(int tokens) const;
     void plan_chunks(Plan& plan);
     void reserve(const Plan& plan);
 };
