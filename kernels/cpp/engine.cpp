@@ -54,6 +54,9 @@ Model::Model(const qd_model& model, int threads) : spec_(model), layers_(model.l
         layer.q_norm = pad(layer.q_norm, spec_.head_dim);
         layer.k_norm = pad(layer.k_norm, spec_.head_dim);
     }
+    for (const qd_layer& layer : layers_)
+        for (const qd_matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) cut(m->rows, threads);
+    cut(spec_.head.rows, threads);
     widest_ = round_up(std::max({hidden, spec_.inner, spec_.q_heads * spec_.head_dim}), TILE);
     workspaces_.reset(new Workspace[threads]);
     for (int i = 0; i < threads; i++) {
@@ -63,6 +66,17 @@ Model::Model(const qd_model& model, int threads) : spec_(model), layers_(model.l
         w.activations = Memory(activation_bytes(ALONE_ROWS, widest_));
     }
     threads_.reset(new Threads(threads, [this](int thread, uint64_t step) { run_step(*this, thread, step); }));
+}
+
+void Model::cut(int64_t rows, int threads) {
+    const int tiles = int(round_up(rows, TILE) / TILE), least = std::max(1, tiles / (16 * threads));
+    std::vector<int>& cuts = cuts_[tiles];
+    if (!cuts.empty()) return;
+    cuts.push_back(0);
+    while (cuts.back() < tiles) {
+        const int left = tiles - cuts.back();
+        cuts.push_back(cuts.back() + std::min(left, std::max(least, left * 4 / (5 * threads))));
+    }
 }
 
 const float* Model::pad(const float* values, int n) {
@@ -174,8 +188,11 @@ void Engine::plan_slice(const qd_step& step, int slice, int row, Plan& plan) {
     for (int b = first; b <= last; b++) {
         const int low = std::max(start, b * size), high = std::min(end, (b + 1) * size);
         plan.fills.push_back({slice, b, low, high, row + low - start});
+        const int fill = (int)plan.fills.size() - 1;
+        const bool late = first == last && high - low <= queries;  // one tile reads it, and no later block
+        if (!late) plan.early.push_back(fill);
         for (int q = low; q < high; q += queries)
-            plan.tiles.push_back({slice, row + q - start, q, std::min(queries, high - q), b, 0, -1});
+            plan.tiles.push_back({slice, row + q - start, q, std::min(queries, high - q), b, 0, late ? fill : -1, -1});
     }
     for (int i = end - step.num_logits[slice]; i < end; i++) plan.logit_tokens.push_back(row + i - start);
 }

@@ -1,5 +1,6 @@
 // A model, its threads, and engines: KV pools and the plan of a step over a model.
 #pragma once
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -49,6 +50,7 @@ struct Plan {
         int slice, block, low, high, row;    // positions low … high − 1 of a block; row of the first
     };
     std::vector<Fill> fills;
+    std::vector<int> early;                  // fills that other tiles read: they come before attention
     std::vector<Tile> tiles;
     struct Chunk {
         int tile, head, first, last;         // splits first … last − 1
@@ -84,6 +86,9 @@ public:
     void wait_until_left(uint64_t step);
     Workspace& workspace(int thread) { return workspaces_[thread]; }
     int64_t widest() const { return widest_; }
+    // Where to cut `tiles` tiles into chunks for few rows: large ones first, so that a thread reads
+    // on and on, small ones last, so that all finish together.
+    const std::vector<int>& cuts(int64_t tiles) const { return cuts_.at(tiles); }
     // Seconds of the fastest of several reads of zeroed memory by all threads.
     double read_seconds(int64_t bytes, int repeats);
 
@@ -92,6 +97,7 @@ public:
 
 private:
     const float* pad(const float* values, int n);
+    void cut(int64_t rows, int threads);
     static constexpr int PLANS = 4;
 
     qd_model spec_;
@@ -99,6 +105,7 @@ private:
     std::vector<std::unique_ptr<float[]>> padded_;
     std::vector<float> frequencies_, rope_scales_;
     int64_t widest_ = 0;
+    std::map<int64_t, std::vector<int>> cuts_;
     Plan plans_[PLANS];
     std::unique_ptr<Workspace[]> workspaces_;
     std::unique_ptr<Threads> threads_;  // last: its workers use what is above

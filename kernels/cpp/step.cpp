@@ -10,6 +10,7 @@ namespace qd {
 namespace {
 
 constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
+constexpr int FEW_ROWS = 16;       // up to so many, reading weights takes longer than using them
 
 class Step final {
 public:
@@ -47,12 +48,13 @@ private:
         const auto put = [&](int row) { put_row(source(row), row, m, a, work_.row(2)); };
         if (!alone) each_row(rows, put);
         const TileKernel* kernels = tile_kernels(m, spec_.act_mode);
-        const int64_t tiles = round_up(m.rows, TILE) / TILE, threads = model_.threads().count();
+        const int64_t tiles = round_up(m.rows, TILE) / TILE;
         int64_t height = cached_rows(a), bands = 1;
         if (rows > height) bands = (rows + height - 1) / height;
         height = (rows + bands - 1) / bands;
-        const int64_t wanted = std::max<int64_t>(6 * threads, rows > 16 ? tiles : 0);
-        const int64_t columns = std::min(tiles, (wanted + bands - 1) / bands);
+        const std::vector<int>& cuts = model_.cuts(tiles);
+        const bool few = rows <= FEW_ROWS;
+        const int64_t columns = few ? (int64_t)cuts.size() - 1 : tiles;
         phase(int(bands * columns),
               [&] {
                   if (alone)
@@ -61,15 +63,17 @@ private:
               [&](int chunk) {
                   const int64_t column = chunk / bands, band = chunk % bands;
                   const int64_t low = band * height, high = std::min<int64_t>(rows, low + height);
-                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue);
+                  const int64_t first = few ? cuts[column] : column, last = few ? cuts[column + 1] : column + 1;
+                  multiply(m, kernels, a, low, high, first, last, epilogue);
               });
     }
 
     void embed();
     void layer(int index);
     void store_keys(int index, const qd_layer& layer);
+    void fill(int index, const qd_layer& layer, const Plan::Fill& fill, int head);
     void attend(int index, const qd_layer& layer);
-    void attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, int rope);
+    void attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, const qd_layer& layer);
     const float* attended(int row);
     void logits();
     void add_normed(const float* weight);
@@ -157,28 +161,32 @@ void Step::add_normed(const float* weight) {
     });
 }
 
-// Rotates and stores the step's K and V; a block that is full now is sealed at once.
+// Rotates and stores K and V that the step's queries of other tiles read.
 void Step::store_keys(int index, const qd_layer& layer) {
-    const int heads = spec_.kv_heads, dim = spec_.head_dim;
-    phase((int)plan_.fills.size() * heads, [] {}, [&](int chunk) {
-        const Plan::Fill& fill = plan_.fills[chunk / heads];
-        const int head = chunk % heads, begin = fill.block * kv_.block_size, end = begin + kv_.block_size;
-        const int64_t entry = plan_.tables[fill.slice] + fill.block;
-        uint8_t* open = engine_.opened(index, plan_.open[entry], head);
-        // What a pool block held before may be NaN, and 0 · NaN isn't 0.
-        if (fill.low == begin && fill.high < end) std::memset(open, 0, kv_.open_bytes());
-        float* key = work_.row(0);
-        for (int p = fill.low; p < fill.high; p++) {
-            const int64_t row = fill.row + p - fill.low;
-            const float* source = qkv(row) + (spec_.q_heads + head) * dim;
-            std::memcpy(key, source, dim * sizeof(float));
-            if (layer.k_norm) head_norm(key, layer.k_norm, dim, spec_.norm_eps);
-            rotate(key, cosines(layer.rope) + row * angle_stride(), sines(layer.rope) + row * angle_stride(), dim);
-            store_token(kv_, open, p - begin, key, source + heads * dim);
-        }
-        if (fill.high == end && plan_.sealed[entry] >= 0)
-            seal_block(kv_, open, engine_.sealed_block(index, plan_.sealed[entry], head));
+    const int heads = spec_.kv_heads;
+    phase((int)plan_.early.size() * heads, [] {}, [&](int chunk) {
+        fill(index, layer, plan_.fills[plan_.early[chunk / heads]], chunk % heads);
     });
+}
+
+// Rotates and stores the tokens of one block and head; a block that is full now is sealed at once.
+void Step::fill(int index, const qd_layer& layer, const Plan::Fill& fill, int head) {
+    const int dim = spec_.head_dim, begin = fill.block * kv_.block_size, end = begin + kv_.block_size;
+    const int64_t entry = plan_.tables[fill.slice] + fill.block;
+    uint8_t* open = engine_.opened(index, plan_.open[entry], head);
+    // What a pool block held before may be NaN, and 0 · NaN isn't 0.
+    if (fill.low == begin && fill.high < end) std::memset(open, 0, kv_.open_bytes());
+    float* key = work_.row(0);
+    for (int p = fill.low; p < fill.high; p++) {
+        const int64_t row = fill.row + p - fill.low;
+        const float* source = qkv(row) + (spec_.q_heads + head) * dim;
+        std::memcpy(key, source, dim * sizeof(float));
+        if (layer.k_norm) head_norm(key, layer.k_norm, dim, spec_.norm_eps);
+        rotate(key, cosines(layer.rope) + row * angle_stride(), sines(layer.rope) + row * angle_stride(), dim);
+        store_token(kv_, open, p - begin, key, source + spec_.kv_heads * dim);
+    }
+    if (fill.high == end && plan_.sealed[entry] >= 0)
+        seal_block(kv_, open, engine_.sealed_block(index, plan_.sealed[entry], head));
 }
 
 struct LayerBlocks final : BlockSource {
@@ -200,16 +208,17 @@ struct LayerBlocks final : BlockSource {
 void Step::attend(int index, const qd_layer& layer) {
     const HeadRule rule{spec_.q_heads / spec_.kv_heads, layer.window, spec_.attention_scale, spec_.attention_cap,
                         spec_.norm_eps, layer.q_norm, layer.k_norm};
-    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer.rope); });
+    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer); });
 }
 
-void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, int rope) {
+void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, const qd_layer& layer) {
     const Tile& tile = plan_.tiles[chunk.tile];
     AttentionScratch& s = scratch_;
     const int dim = kv_.head_dim, heads = rule.queries_per_head, rows = tile.count * heads;
     const LayerBlocks blocks(engine_, plan_, index, chunk.head, tile.slice);
-    load_queries(kv_, rule, tile, qkv(0) + (int64_t)chunk.head * heads * dim, engine_.qkv_width, cosines(rope),
-                 sines(rope), angle_stride(), s);
+    if (tile.fill >= 0 && chunk.last == tile.num_splits) fill(index, layer, plan_.fills[tile.fill], chunk.head);
+    load_queries(kv_, rule, tile, qkv(0) + (int64_t)chunk.head * heads * dim, engine_.qkv_width, cosines(layer.rope),
+                 sines(layer.rope), angle_stride(), s);
     if (tile.partial >= 0) {
         attend_split(kv_, rule, tile, chunk.first, blocks, s);
         for (int r = 0; r < rows; r++) {

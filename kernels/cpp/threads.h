@@ -75,16 +75,18 @@ inline bool run_phase(const Threads& threads, Phase& phase, uint64_t step, int c
     if (count == 0 || phase.done.load(std::memory_order_acquire) == last) return true;
     if (!threads.current(step)) return false;
     prepare();
+    uint64_t mine = 0;  // chunks done here: told once, since the counter's cache line is contended
     for (;;) {
         uint64_t seen = phase.claimed.load(std::memory_order_acquire);
         if (seen >> 32 > step) return false;
-        const uint64_t mine = value_of(seen);
-        if (mine == last) break;
-        if (!phase.claimed.compare_exchange_weak(seen, mine + 1, std::memory_order_acq_rel)) continue;
-        work(int(mine - first));
-        uint64_t finished = phase.done.load(std::memory_order_relaxed);
-        while (!phase.done.compare_exchange_weak(finished, value_of(finished) + 1, std::memory_order_acq_rel)) {
-        }
+        const uint64_t next = value_of(seen);
+        if (next == last) break;
+        if (!phase.claimed.compare_exchange_weak(seen, next + 1, std::memory_order_acq_rel)) continue;
+        work(int(next - first));
+        mine++;
+    }
+    uint64_t finished = phase.done.load(std::memory_order_relaxed);
+    while (mine && !phase.done.compare_exchange_weak(finished, value_of(finished) + mine, std::memory_order_acq_rel)) {
     }
     for (int spins = 0; phase.done.load(std::memory_order_acquire) != last; spins++) {
         if (!threads.current(step)) return false;
