@@ -21,12 +21,14 @@ help:
 
 setup: $(READY)
 
-# torch comes first and alone, so that TORCH_INDEX serves only what it is meant for.
+# torch comes first and alone, so that TORCH_INDEX serves only what it is meant for. Then what
+# builds, so that the wheel of `make test` is built with the same and compiles nothing again.
 $(READY): pyproject.toml CMakeLists.txt cmake/kernels.cmake
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "pip>=23"
 	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(BIN)/python -m pip install -q -e ".[dev]"
+	$(BIN)/python -m pip install -q cmake ninja scikit-build-core
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[dev]"
 	touch $@
 
 # Tests run against the built wheel, from another folder: what is tested is what is shipped.
