@@ -10,7 +10,6 @@ namespace qd {
 namespace {
 
 constexpr int64_t HUGE_PAGE = 2 << 20;
-constexpr int PHASES_PER_LAYER = 16;
 
 std::string describe(const char* format, int a, int b = 0) {
     char text[256];
@@ -54,9 +53,6 @@ Model::Model(const qd_model& model, int threads) : spec_(model), layers_(model.l
         layer.q_norm = pad(layer.q_norm, spec_.head_dim);
         layer.k_norm = pad(layer.k_norm, spec_.head_dim);
     }
-    for (const qd_layer& layer : layers_)
-        for (const qd_matrix* m : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) cut(m->rows, threads);
-    cut(spec_.head.rows, threads);
     widest_ = round_up(std::max({hidden, spec_.inner, spec_.q_heads * spec_.head_dim}), TILE);
     workspaces_.reset(new Workspace[threads]);
     for (int i = 0; i < threads; i++) {
@@ -66,17 +62,6 @@ Model::Model(const qd_model& model, int threads) : spec_(model), layers_(model.l
         w.activations = Memory(activation_bytes(ALONE_ROWS, widest_));
     }
     threads_.reset(new Threads(threads, [this](int thread, uint64_t step) { run_step(*this, thread, step); }));
-}
-
-void Model::cut(int64_t rows, int threads) {
-    const int tiles = int(round_up(rows, TILE) / TILE), least = std::max(1, tiles / (16 * threads));
-    std::vector<int>& cuts = cuts_[tiles];
-    if (!cuts.empty()) return;
-    cuts.push_back(0);
-    while (cuts.back() < tiles) {
-        const int left = tiles - cuts.back();
-        cuts.push_back(cuts.back() + std::min(left, std::max(least, left * 4 / (5 * threads))));
-    }
 }
 
 const float* Model::pad(const float* values, int n) {
@@ -101,7 +86,6 @@ Engine::Engine(Model& owner, const qd_kv& config) : model(owner) {
     const qd_model& spec = model.spec();
     kv = KVLayout{config.dtype, config.block_size, config.sink_blocks, config.residual_blocks,
                   spec.head_dim, spec.kv_heads, spec.num_layers, spec.act_mode == QD_ACT_FP32};
-    phases.reset(new Phase[spec.num_layers * PHASES_PER_LAYER + 8]);
     hidden_width = round_up(spec.hidden, TILE);
     qkv_width = round_up((spec.q_heads + 2 * spec.kv_heads) * spec.head_dim, TILE);
     attention_width = round_up(spec.q_heads * spec.head_dim, TILE);
@@ -212,11 +196,22 @@ void Engine::plan_chunks(Plan& plan) {
             for (int s = 0; s < (apart ? tile.num_splits : 1); s++)
                 plan.chunks.push_back({t, h, s, apart ? s + 1 : tile.num_splits});
     }
-    if (!plan.split)
-        std::stable_sort(plan.chunks.begin(), plan.chunks.end(), [&](const Plan::Chunk& a, const Plan::Chunk& b) {
-            return plan.tiles[a.tile].position * (int64_t)plan.tiles[a.tile].count >
-                   plan.tiles[b.tile].position * (int64_t)plan.tiles[b.tile].count;
-        });
+    if (!plan.split) deal(plan, threads);
+}
+
+// Orders chunks so that every thread's range has its share of long ones, longest first.
+void Engine::deal(Plan& plan, int threads) {
+    const auto length = [&](const Plan::Chunk& c) {
+        return (int64_t)(plan.tiles[c.tile].position + 1) * plan.tiles[c.tile].count;
+    };
+    std::stable_sort(plan.chunks.begin(), plan.chunks.end(),
+                     [&](const Plan::Chunk& a, const Plan::Chunk& b) { return length(a) > length(b); });
+    const std::vector<Plan::Chunk> sorted = plan.chunks;
+    const int64_t count = sorted.size();
+    std::vector<int64_t> next(threads);
+    for (int t = 0; t < threads; t++) next[t] = count * t / threads;
+    for (int64_t i = 0, t = 0; i < count; t = (t + 1) % threads)
+        if (next[t] < count * (t + 1) / threads) plan.chunks[next[t]++] = sorted[i++];
 }
 
 // Grows the step's buffers. Nobody may read the old ones then.

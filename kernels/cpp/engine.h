@@ -1,6 +1,5 @@
 // A model, its threads, and engines: KV pools and the plan of a step over a model.
 #pragma once
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -55,7 +54,7 @@ struct Plan {
     struct Chunk {
         int tile, head, first, last;         // splits first … last − 1
     };
-    std::vector<Chunk> chunks;               // longest first
+    std::vector<Chunk> chunks;               // each thread's range: longest first
     std::vector<int> tile_of_row;
     int64_t partials = 0;
     int scratch_blocks = 0;
@@ -86,26 +85,21 @@ public:
     void wait_until_left(uint64_t step);
     Workspace& workspace(int thread) { return workspaces_[thread]; }
     int64_t widest() const { return widest_; }
-    // Where to cut `tiles` tiles into chunks for few rows: large ones first, so that a thread reads
-    // on and on, small ones last, so that all finish together.
-    const std::vector<int>& cuts(int64_t tiles) const { return cuts_.at(tiles); }
     // Seconds of the fastest of several reads of zeroed memory by all threads.
     double read_seconds(int64_t bytes, int repeats);
 
     std::mutex mutex;  // one step at a time
-    Phase stream;
+    int phases_per_step() const { return spec_.num_layers * PHASES_PER_LAYER + 8; }
 
 private:
     const float* pad(const float* values, int n);
-    void cut(int64_t rows, int threads);
-    static constexpr int PLANS = 4;
+    static constexpr int PLANS = 4, PHASES_PER_LAYER = 16;
 
     qd_model spec_;
     std::vector<qd_layer> layers_;
     std::vector<std::unique_ptr<float[]>> padded_;
     std::vector<float> frequencies_, rope_scales_;
     int64_t widest_ = 0;
-    std::map<int64_t, std::vector<int>> cuts_;
     Plan plans_[PLANS];
     std::unique_ptr<Workspace[]> workspaces_;
     std::unique_ptr<Threads> threads_;  // last: its workers use what is above
@@ -146,7 +140,6 @@ struct Engine {
     uint64_t last_step = 0;
     int tile_rows;  // rows of attention that one thread takes at a time
     Memory open_pool, sealed_pool, scratch, partials;
-    std::unique_ptr<Phase[]> phases;
     // Buffers of a step, by rows: residual stream, projections, attention, MLP, activations, angles.
     int64_t row_capacity = 0, hidden_width, qkv_width, attention_width, inner_width;
     Memory x, delta, qkv, attended, inner, shared, cosines, sines;
@@ -157,6 +150,7 @@ private:
     void plan_slice(const qd_step& step, int slice, int row, Plan& plan);
     int queries_per_tile(int tokens) const;
     void plan_chunks(Plan& plan);
+    static void deal(Plan& plan, int threads);
     void reserve(const Plan& plan);
 };
 

@@ -168,7 +168,7 @@ QD_INLINE I dot_u4(I acc, I u, I s) { return {dot_u4_half(acc.a, u.a, s.a), dot_
 QD_INLINE I low_nibbles(I v) { return and_i(v, set_i(0x0f0f0f0f)); }
 QD_INLINE I high_nibbles(I v) { return and_i(shift_right<4>(v), set_i(0x0f0f0f0f)); }
 
-QD_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+QD_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 QD_INLINE void pause() { _mm_pause(); }
 
 }  // namespace qd

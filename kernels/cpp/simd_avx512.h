@@ -100,7 +100,7 @@ QD_INLINE I dot_u4(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
 QD_INLINE I low_nibbles(I v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 QD_INLINE I high_nibbles(I v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 
-QD_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+QD_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 QD_INLINE void pause() { _mm_pause(); }
 
 }  // namespace qd

@@ -164,7 +164,7 @@ QD_INLINE I dot_u4(I acc, I u, I s) { return dot_u8(acc, u, s); }
 QD_INLINE I low_nibbles(I v) { return and_i(v, set_i(0x0f0f0f0f)); }
 QD_INLINE I high_nibbles(I v) { return and_i(shift_right<4>(v), set_i(0x0f0f0f0f)); }
 
-QD_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+QD_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 QD_INLINE void pause() {
 #if defined(__aarch64__)
     asm volatile("yield");

@@ -11,37 +11,60 @@ namespace {
 
 constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
 constexpr int FEW_ROWS = 16;       // up to so many, reading weights takes longer than using them
+constexpr int CHUNKS_PER_THREAD = 2;
+constexpr int64_t EXPECTED_BYTES = 16384;
 
 class Step final {
 public:
     Step(Model& model, int thread, uint64_t number)
         : model_(model), spec_(model.spec()), plan_(model.plan(number)), engine_(*plan_.engine), kv_(engine_.kv),
-          work_(model.workspace(thread)), scratch_(engine_.attention[thread]), number_(number) {}
+          work_(model.workspace(thread)), scratch_(engine_.attention[thread]), thread_(thread),
+          next_phase_(number * model.phases_per_step()) {}
 
     void run() {
         embed();
-        for (int i = 0; i < spec_.num_layers && going_; i++) layer(i);
-        if (going_ && plan_.logit_rows) logits();
+        for (int i = 0; i < spec_.num_layers; i++) layer(i);
+        if (plan_.logit_rows) logits();
     }
 
 private:
-    template <class Prepare, class Work> void phase(int count, Prepare prepare, Work work) {
-        Phase& at = engine_.phases[next_phase_++];
-        if (going_) going_ = run_phase(model_.threads(), at, number_, count, prepare, work);
+    template <class Prepare, class Work, class Meanwhile>
+    void phase(int count, Prepare prepare, Work work, Meanwhile meanwhile) {
+        run_phase(model_.threads(), thread_, next_phase_++, count, prepare, work, meanwhile);
+    }
+    template <class Work> void phase(int count, Work work) {
+        phase(count, [] {}, work, [] {});
     }
 
     // A phase over rows in chunks of several.
     template <class Work> void each_row(int rows, Work work) {
-        phase((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, [] {}, [&](int chunk) {
+        phase((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, [&](int chunk) {
             const int end = std::min(rows, (chunk + 1) * ROWS_PER_CHUNK);
             for (int row = chunk * ROWS_PER_CHUNK; row < end; row++) work(row);
         });
     }
 
+    // Chunks of columns of a matrix when `rows` rows are multiplied.
+    int64_t columns_of(const qd_matrix& m, int64_t rows) const {
+        const int64_t tiles = round_up(m.rows, TILE) / TILE;
+        return rows > FEW_ROWS ? tiles : std::min<int64_t>(tiles, CHUNKS_PER_THREAD * model_.threads().count());
+    }
+
+    // Fetches the beginning of this thread's range of the matrix that comes next: the hardware
+    // fetches ahead only once it has seen a stream.
+    void expect(const qd_matrix& m, int64_t rows) {
+        if (rows > FEW_ROWS) return;
+        const int64_t tiles = round_up(m.rows, TILE) / TILE, columns = columns_of(m, rows);
+        const int64_t column = columns * thread_ / model_.threads().count();
+        const uint8_t* begin = m.tiles + tiles * column / columns * m.tile_bytes;
+        const int64_t bytes = std::min<int64_t>(EXPECTED_BYTES, m.tiles + tiles * m.tile_bytes - begin);
+        for (int64_t i = 0; i < bytes; i += 64) prefetch_far(begin + i);
+    }
+
     // epilogue(row, tile, values) of matrix · source(row). source returns a row of floats, padded
-    // with zeros; it may use the thread's rows 0 and 1.
+    // with zeros; it may use the thread's rows 0 and 1. next: the matrix of the following phase.
     template <class Source, class Epilogue>
-    void linear(const qd_matrix& m, int rows, Source source, Epilogue epilogue) {
+    void linear(const qd_matrix& m, int rows, Source source, Epilogue epilogue, const qd_matrix* next) {
         const bool alone = rows <= ALONE_ROWS;
         const Activations a =
             lay_out(m, spec_.act_mode, rows, alone ? work_.activations.data() : engine_.shared.data());
@@ -52,9 +75,7 @@ private:
         int64_t height = cached_rows(a), bands = 1;
         if (rows > height) bands = (rows + height - 1) / height;
         height = (rows + bands - 1) / bands;
-        const std::vector<int>& cuts = model_.cuts(tiles);
-        const bool few = rows <= FEW_ROWS;
-        const int64_t columns = few ? (int64_t)cuts.size() - 1 : tiles;
+        const int64_t columns = columns_of(m, rows);
         phase(int(bands * columns),
               [&] {
                   if (alone)
@@ -63,8 +84,10 @@ private:
               [&](int chunk) {
                   const int64_t column = chunk / bands, band = chunk % bands;
                   const int64_t low = band * height, high = std::min<int64_t>(rows, low + height);
-                  const int64_t first = few ? cuts[column] : column, last = few ? cuts[column + 1] : column + 1;
-                  multiply(m, kernels, a, low, high, first, last, epilogue);
+                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue);
+              },
+              [&] {
+                  if (next) expect(*next, rows);
               });
     }
 
@@ -102,9 +125,8 @@ private:
     const KVLayout& kv_;
     Workspace& work_;
     AttentionScratch& scratch_;
-    const uint64_t number_;
-    int next_phase_ = 0;
-    bool going_ = true;
+    const int thread_;
+    uint64_t next_phase_;
 };
 
 void Step::embed() {
@@ -136,10 +158,10 @@ void Step::layer(int index) {
         store(out, add(load(out), values[0])), store(out + LANES, add(load(out + LANES), values[1]));
     };
     linear(layer.qkv, rows, [&](int row) { return normed(x(row), layer.input_norm); },
-           [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); });
+           [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); }, nullptr);
     store_keys(index, layer);
     attend(index, layer);
-    linear(layer.o, rows, [&](int row) { return attended(row); }, into_residual);
+    linear(layer.o, rows, [&](int row) { return attended(row); }, into_residual, &layer.gate_up);
     if (spec_.sandwich_norms) add_normed(layer.post_attention_norm);
     const float* norm = spec_.sandwich_norms ? layer.pre_feedforward_norm : layer.post_attention_norm;
     linear(layer.gate_up, rows, [&](int row) { return normed(x(row), norm); },
@@ -148,8 +170,11 @@ void Step::layer(int index) {
                               : spec_.activation == QD_GELU_TANH ? gelu_tanh(values[0])
                                                                  : gelu(values[0]);
                store(inner(row) + tile * LANES, mul(gate, values[1]));
-           });
-    linear(layer.down, rows, [&](int row) { return inner(row); }, into_residual);
+           },
+           &layer.down);
+    const bool last = index + 1 == spec_.num_layers;
+    linear(layer.down, rows, [&](int row) { return inner(row); }, into_residual,
+           last ? &spec_.head : &model_.layer(index + 1).qkv);
     if (spec_.sandwich_norms) add_normed(layer.post_feedforward_norm);
 }
 
@@ -164,7 +189,7 @@ void Step::add_normed(const float* weight) {
 // Rotates and stores K and V that the step's queries of other tiles read.
 void Step::store_keys(int index, const qd_layer& layer) {
     const int heads = spec_.kv_heads;
-    phase((int)plan_.early.size() * heads, [] {}, [&](int chunk) {
+    phase((int)plan_.early.size() * heads, [&](int chunk) {
         fill(index, layer, plan_.fills[plan_.early[chunk / heads]], chunk % heads);
     });
 }
@@ -208,7 +233,8 @@ struct LayerBlocks final : BlockSource {
 void Step::attend(int index, const qd_layer& layer) {
     const HeadRule rule{spec_.q_heads / spec_.kv_heads, layer.window, spec_.attention_scale, spec_.attention_cap,
                         spec_.norm_eps, layer.q_norm, layer.k_norm};
-    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer); });
+    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer); },
+          [&] { expect(layer.o, plan_.tokens); });
 }
 
 void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, const qd_layer& layer) {
@@ -273,7 +299,8 @@ void Step::logits() {
                    const F cap = set(spec_.logit_cap);
                    store(out + h * LANES, spec_.logit_cap > 0 ? mul(tanh(div(values[h], cap)), cap) : values[h]);
                }
-           });
+           },
+           nullptr);
 }
 
 }  // namespace
@@ -297,26 +324,27 @@ double Model::read_seconds(int64_t bytes, int repeats) {
 
 namespace {
 
-void read_stream(Model& model, const Plan& plan, uint64_t step) {
+void read_stream(Model& model, const Plan& plan, int thread, uint64_t step) {
     constexpr int64_t PIECE = 1 << 20;
-    run_phase(model.threads(), model.stream, step, int((plan.stream_bytes + PIECE - 1) / PIECE), [] {}, [&](int chunk) {
+    const auto read = [&](int chunk) {
         const uint8_t* p = plan.stream + chunk * PIECE;
         const int64_t end = std::min(PIECE, plan.stream_bytes - chunk * PIECE) / 256 * 256;
         I sums[4] = {zero_i(), zero_i(), zero_i(), zero_i()};
         for (int64_t i = 0; i < end; i += 256) {
-            prefetch(p + i + 4096);
             for (int j = 0; j < 4; j++) sums[j] = add_i(sums[j], load_i(p + i + j * 64));
         }
         volatile int32_t kept = sum_i(add_i(add_i(sums[0], sums[1]), add_i(sums[2], sums[3])));
         (void)kept;
-    });
+    };
+    run_phase(model.threads(), thread, step * model.phases_per_step(), int((plan.stream_bytes + PIECE - 1) / PIECE),
+              [] {}, read, [] {});
 }
 
 }  // namespace
 
 void run_step(Model& model, int thread, uint64_t step) {
     const Plan& plan = model.plan(step);
-    if (plan.stream) return read_stream(model, plan, step);
+    if (plan.stream) return read_stream(model, plan, thread, step);
     Step(model, thread, step).run();
 }
 

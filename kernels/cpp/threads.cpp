@@ -3,11 +3,12 @@
 namespace qd {
 
 namespace {
-// About a third of a millisecond: longer than the gap between two steps of a busy engine.
-constexpr int IDLE_SPINS = 20000;
+// About a millisecond: longer than the gap between two steps of a busy engine.
+constexpr int IDLE_SPINS = 60000;
 }  // namespace
 
-Threads::Threads(int count, Body body) : count_(count), body_(std::move(body)), seats_(new Seat[count]) {
+Threads::Threads(int count, Body body) : count_(count), body_(std::move(body)), seats_(new Seat[count]),
+      ring_(new Counter[RING * (count + 1)]) {
     for (int i = 1; i < count; i++) workers_.emplace_back([this, i] { work(i); });
 }
 

@@ -16,11 +16,10 @@ namespace qd {
 
 constexpr int CACHE_LINE = 128;  // two, since neighbours are fetched in pairs
 
-// Claimed and finished chunks of a phase, tagged with the step (high half), so that nothing has
-// to be reset between steps and a late thread can't claim in a later one.
-struct alignas(CACHE_LINE) Phase {
-    std::atomic<uint64_t> claimed{0};
-    alignas(CACHE_LINE) std::atomic<uint64_t> done{0};
+// Chunks of a phase that were claimed or done, tagged with the phase's number (high bits). Numbers
+// only grow, so nothing has to be reset, and a late thread finds that its phase is over.
+struct alignas(CACHE_LINE) Counter {
+    std::atomic<uint64_t> value{0};
 };
 
 class Threads {
@@ -42,10 +41,13 @@ public:
     void close(uint64_t step) { open_.compare_exchange_strong(step, 0, std::memory_order_seq_cst); }
     // Announces the next step, runs the body here as thread 0, returns when it does.
     void run();
-    // Whether `step` is the one in progress.
-    bool current(uint64_t step) const { return step_.load(std::memory_order_relaxed) == step; }
+    // Counters of a phase: those of claims, one per thread, then that of finished chunks. Few
+    // phases have counters at a time: they stay in the caches while weights stream through.
+    Counter* counters(uint64_t phase) { return &ring_[phase % RING * (count_ + 1)]; }
 
 private:
+    static constexpr int RING = 4;
+
     struct alignas(CACHE_LINE) Seat {
         std::atomic<uint64_t> inside{0};  // the step that this worker is in, or 0
     };
@@ -61,39 +63,49 @@ private:
     std::mutex mutex_;
     std::condition_variable wake_;
     std::unique_ptr<Seat[]> seats_;
+    std::unique_ptr<Counter[]> ring_;
     std::vector<std::thread> workers_;
 };
 
-// Claims and does chunks 0 … count − 1 of a phase; returns when all are done (by whomever), or
-// false when the step is over, which only a late thread sees. prepare() runs before the first
-// claim, on every thread that finds the phase unfinished; it may write to the thread's own memory
-// only, and what it computes is used by claimed chunks only.
-template <class Prepare, class Work>
-inline bool run_phase(const Threads& threads, Phase& phase, uint64_t step, int count, Prepare prepare, Work work) {
-    const uint64_t first = step << 32, last = first + count;
-    const auto value_of = [first](uint64_t tagged) { return tagged >> 32 == first >> 32 ? tagged : first; };
-    if (count == 0 || phase.done.load(std::memory_order_acquire) == last) return true;
-    if (!threads.current(step)) return false;
+// Does chunks 0 … count − 1 of a phase together with the other threads; returns when all are done,
+// by whomever. Each thread has a range of successive chunks, and helps others when its own are
+// claimed. prepare() runs before the first claim, on every thread that finds the phase unfinished;
+// it may write to the thread's own memory only, and what it computes is used by claimed chunks
+// only. meanwhile() runs before waiting.
+template <class Prepare, class Work, class Meanwhile>
+inline void run_phase(Threads& threads, int thread, uint64_t phase, int count, Prepare prepare, Work work,
+                      Meanwhile meanwhile) {
+    constexpr int BITS = 24;  // of the number of chunks
+    if (count == 0) return;
+    const uint64_t first = phase << BITS, last = first + count;
+    const int total = threads.count();
+    Counter* counters = threads.counters(phase);
+    std::atomic<uint64_t>& done = counters[total].value;
+    if (done.load(std::memory_order_acquire) >= last) return;  // or a later phase's
     prepare();
-    uint64_t mine = 0;  // chunks done here: told once, since the counter's cache line is contended
-    for (;;) {
-        uint64_t seen = phase.claimed.load(std::memory_order_acquire);
-        if (seen >> 32 > step) return false;
-        const uint64_t next = value_of(seen);
-        if (next == last) break;
-        if (!phase.claimed.compare_exchange_weak(seen, next + 1, std::memory_order_acq_rel)) continue;
-        work(int(next - first));
-        mine++;
+    uint64_t mine = 0;  // told once: the counter's cache line is contended
+    for (int i = 0; i < total; i++) {
+        const int owner = (thread + i) % total;
+        const int low = int((int64_t)count * owner / total), size = int((int64_t)count * (owner + 1) / total) - low;
+        std::atomic<uint64_t>& claimed = counters[owner].value;
+        for (uint64_t seen = claimed.load(std::memory_order_acquire);;) {
+            if (seen >> BITS > phase) return;
+            const int next = seen < first ? 0 : int(seen - first);
+            if (next == size) break;
+            if (!claimed.compare_exchange_weak(seen, first + next + 1, std::memory_order_acq_rel)) continue;
+            work(low + next);
+            mine++;
+            seen = first + next + 1;
+        }
     }
-    uint64_t finished = phase.done.load(std::memory_order_relaxed);
-    while (mine && !phase.done.compare_exchange_weak(finished, value_of(finished) + mine, std::memory_order_acq_rel)) {
+    uint64_t seen = done.load(std::memory_order_relaxed);
+    while (mine && !done.compare_exchange_weak(seen, (seen < first ? first : seen) + mine, std::memory_order_acq_rel)) {
     }
-    for (int spins = 0; phase.done.load(std::memory_order_acquire) != last; spins++) {
-        if (!threads.current(step)) return false;
+    meanwhile();
+    for (int spins = 0; done.load(std::memory_order_acquire) < last; spins++) {
         if (spins < 2000) pause();
         else std::this_thread::yield();
     }
-    return true;
 }
 
 }  // namespace qd

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from qdeploy_kernels.cpu.abi import Kind
 from qdeploy_kernels.cpu.tiles import ALIGNMENT, TILE_ROWS, TileMatrix, tile_bytes
 
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MAGIC = b"qdtiles2"
 _PROLOGUE = struct.Struct("<8sQQ32s8x")
 _DTYPES = {"uint8": np.uint8, "float32": np.float32, "int32": np.int32}
@@ -96,7 +97,7 @@ class Arena:
         size = stream.seek(0, 2)
         if size < _PROLOGUE.size:
             raise ArenaError("truncated")
-        self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map = _in_huge_pages(stream, size)
         magic, self._end, length, digest = _PROLOGUE.unpack_from(self._map)
         if magic != _MAGIC:
             raise ArenaError("not a tile file of this version")
@@ -166,6 +167,29 @@ def open_arena(path: Path, key: str) -> Arena:
     """Map a file; raises ArenaError as Arena does, OSError when it can't be read."""
     with path.open("rb") as stream:
         return Arena(stream, key)
+
+
+def _in_huge_pages(stream: BinaryIO, size: int) -> mmap.mmap:
+    """The whole file in private memory of huge pages, or mapped where the system has none.
+
+    With pages of 4 KiB, address translation halves what two threads read per second.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not _huge_pages():
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    stream.seek(0)
+    with memoryview(memory) as view:
+        stream.readinto(view)  # type: ignore[attr-defined]
+    return memory
+
+
+def _huge_pages() -> bool:
+    """Whether the system gives huge pages to those who ask."""
+    try:
+        return "[never]" not in _THP.read_text()
+    except OSError:
+        return False
 
 
 def _index(text: bytes) -> dict[str, Any]:
