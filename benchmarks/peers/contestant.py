@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -157,7 +158,8 @@ class LlamaCpp:
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or not lines:
             raise DriverFailure(f"{self.name} failed:\n{done.stderr[-2000:]}")
-        told = json.loads(lines[-1])
+        # Rates of nothing are printed as C prints them: nan, -nan, inf.
+        told = json.loads(re.sub(r": *-?(nan|inf)\b", ": null", lines[-1]))
         return Timing(
             load=load,
             first_s=told["t_pp"],
