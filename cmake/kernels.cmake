@@ -2,7 +2,7 @@
 # decided at run time (kernels/qdeploy_kernels/cpu/library.py, whose table of CPU flags goes with
 # the options here).
 include(CheckCXXSourceCompiles)
-set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(kernel_folder "${CMAKE_CURRENT_SOURCE_DIR}/kernels/cpp")
 file(GLOB kernel_sources CONFIGURE_DEPENDS "${kernel_folder}/*.cpp")
