@@ -77,10 +77,10 @@ template <bool EXACT, int DIM> void fold_scales(const KVLayout& kv, int rows, At
     }
 }
 
-// Scores of the tile's rows with a block's keys, before masking.
-void score_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
-    const int dim = kv.head_dim, size = kv.block_size;
-    Product product{kv.open_kind(), s.open_q, operand_stride(kv, s.width), block.data, size, 0, size / LANES, dim, rows,
+// Scores of the tile's rows with a block's first `keys` keys (all of their vectors), before masking.
+void score_block(const KVLayout& kv, const Block& block, int keys, int rows, AttentionScratch& s) {
+    const int dim = kv.head_dim, size = kv.block_size, vectors = (keys + LANES - 1) / LANES;
+    Product product{kv.open_kind(), s.open_q, operand_stride(kv, s.width), block.data, size, 0, vectors, dim, rows,
                     s.scores, s.keys, s.starts, nullptr};
     if (block.sealed) {
         product.kind = kv.key_kind(), product.a = s.block_q;
@@ -176,11 +176,11 @@ void weigh_block(const KVLayout& kv, const HeadRule& rule, const Tile& tile, con
     });
 }
 
-// values = values · factor + weights · V.
-void gather_block(const KVLayout& kv, const Block& block, int rows, AttentionScratch& s) {
+// values = values · factor + weights · V, of the block's first `keys` tokens.
+void gather_block(const KVLayout& kv, const Block& block, int keys, int rows, AttentionScratch& s) {
     const int dim = kv.head_dim, vectors = kv.value_group() / LANES;
     Product product{kv.open_kind(), s.weights, operand_stride(kv, s.keys), block.data + kv.open_panel_bytes(),
-                    dim, 0, dim / LANES, kv.block_size, rows, s.values, dim, nullptr, s.factors};
+                    dim, 0, dim / LANES, keys, rows, s.values, dim, nullptr, s.factors};
     if (!block.sealed) return panel_product(product);
     product.kind = kv.value_kind();
     product.panel = readable(kv, product.kind, block.data + kv.value_codes(), dim, kv.block_size, rows, s.value_panel);
@@ -254,12 +254,17 @@ void attend_split(const KVLayout& kv, const HeadRule& rule, const Tile& tile, in
     for (int r = 0; r < rows; r++) s.most[r] = NOTHING, s.total[r] = 0;
     std::memset(s.offsets, 0, rows * groups * sizeof(float));
     std::memset(s.values, 0, (int64_t)rows * dim * sizeof(float));
-    for (int b = split * per_split; b <= last; b++) {
-        if (rule.window && (b + 1) * size <= tile.position - rule.window + 1) continue;  // too old for all rows
+    // Blocks that are too old for all rows come first; they may not be there any more.
+    const int oldest = rule.window ? std::max(0, tile.position - rule.window + 1) / size : 0;
+    const int begin = std::max(split * per_split, oldest);
+    const int newest = tile.position + tile.count;  // keys from there on are masked for all rows
+    for (int b = begin; b <= last; b++) {
         const Block block = blocks.find(b, tile.block);
-        score_block(kv, block, rows, s);
+        // Values are read by 8 tokens. What follows the newest token is zero or was.
+        const int keys = std::min<int>(size, round_up(newest - b * size, 8));
+        score_block(kv, block, keys, rows, s);
         weigh_block(kv, rule, tile, block, b * size, rows, s);
-        gather_block(kv, block, rows, s);
+        gather_block(kv, block, keys, rows, s);
     }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < dim; i += LANES) {

@@ -26,11 +26,14 @@ inline void multiply(const qd_matrix& m, const TileKernel* kernels, const Activa
     alignas(64) float out[MAX_ROWS * TILE];
     const int64_t blocks = (high - low + MAX_ROWS - 1) / MAX_ROWS;  // balanced: 16 rows go as 5, 5, 6
     for (int64_t t = first; t < last; t++) {
+        const uint8_t* tile = m.tiles + t * m.tile_bytes;
         const float* bias = m.bias ? m.bias + t * TILE : nullptr;
         int64_t row = low;
         for (int64_t b = 1; b <= blocks; b++) {
             const int64_t end = low + (high - low) * b / blocks;
-            kernels[end - row - 1](m, m.tiles + t * m.tile_bytes, a, row, out);
+            if (blocks > 1 && t + 1 < last)  // a part of the next tile while this one is in use
+                fetch(tile + m.tile_bytes + m.tile_bytes * (b - 1) / blocks, m.tile_bytes / blocks + 63);
+            kernels[end - row - 1](m, tile, a, row, out);
             for (int i = 0; row < end; row++, i++) {
                 F values[2] = {load(out + i * TILE), load(out + i * TILE + LANES)};
                 if (bias) {

@@ -12,6 +12,11 @@ constexpr int TILE = 32;  // rows of a weight tile: two halves of LANES
 
 QD_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Asks for memory that will be read soon.
+QD_INLINE void fetch(const uint8_t* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) prefetch_far(p + i);
+}
+
 // How a matrix reads its activations.
 enum class Form { INT8, PAIRS, FLOAT };
 
@@ -55,40 +60,34 @@ inline Activations lay_out(const qd_matrix& m, int act_mode, int64_t rows, uint8
     return a;
 }
 
-// Dynamic int8 per group: code = round(x · 127 / max|x|). A group of n: 8 divides n. NaN stays NaN.
+// Dynamic int8 per group: code = round(x · 127 / max|x|). A group of n: 8 divides n. A group with
+// NaN or an infinity has the scale NaN: int8 would turn it into a number.
 inline void quantize_group(const float* x, int n, int8_t* codes, float* scale, int32_t* total) {
-    F top = zero();
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) top = max(abs(load(x + i)), top);
-    float tail[LANES] = {};
-    if (i < n) {
-        std::memcpy(tail, x + i, (n - i) * sizeof(float));
-        top = max(abs(load(tail)), top);
-    }
-    const float most = largest(top);
+    float padded[LANES] = {};
+    const int whole = n / LANES * LANES;
+    if (whole < n) std::memcpy(padded, x + whole, (n - whole) * sizeof(float));
+    const I magnitude = set_i(0x7fffffff);  // magnitudes order as integers, NaN above all
+    I top = and_i(bits(load(padded)), magnitude);
+    for (int i = 0; i < whole; i += LANES) top = max_i(top, and_i(bits(load(x + i)), magnitude));
+    const int32_t raw = largest_i(top);
+    float most;
+    std::memcpy(&most, &raw, sizeof most);
     const F inverse = set(most > 0 ? 127.0f / most : 0.0f);
     I sums = zero_i();
-    for (i = 0; i + LANES <= n; i += LANES) {
+    for (int i = 0; i < whole; i += LANES) {
         const I code = to_int(mul(load(x + i), inverse));
         sums = add_i(sums, code);
         store_s8(codes + i, code);
     }
-    if (i < n) {
+    if (whole < n) {
         int8_t last[LANES];
-        const I code = to_int(mul(load(tail), inverse));
+        const I code = to_int(mul(load(padded), inverse));
         sums = add_i(sums, code);
         store_s8(last, code);
-        std::memcpy(codes + i, last, n - i);
+        std::memcpy(codes + whole, last, n - whole);
     }
-    *scale = most / 127.0f;
+    *scale = raw < 0x7f800000 ? most * (1.0f / 127.0f) : NAN;
     *total = sum_i(sums);
-}
-
-// Whether a row holds NaN or an infinity: x · 0 is 0 for every other number.
-inline bool finite(const float* x, int64_t n) {
-    F total = zero();
-    for (int64_t i = 0; i < n; i += LANES) total = fma(load(x + i), zero(), total);
-    return sum(total) == 0.0f;
 }
 
 inline void quantize_row(const float* x, int64_t row, const Activations& a) {
@@ -97,8 +96,6 @@ inline void quantize_row(const float* x, int64_t row, const Activations& a) {
     int32_t* sums = a.sums + row * a.groups;
     for (int g = 0; g < a.groups; g++)
         quantize_group(x + (int64_t)g * a.group, a.group, codes + (int64_t)g * a.group, scales + g, sums + g);
-    if (!finite(x, round_up((int64_t)a.groups * a.group, LANES)))  // int8 would turn it into a number
-        for (int g = 0; g < a.groups; g++) scales[g] = NAN;
 }
 
 // Puts one row of floats [width, zero-padded] into its form. `permuted`: scratch of width floats.

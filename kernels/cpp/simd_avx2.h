@@ -78,6 +78,12 @@ QD_INLINE I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.
 QD_INLINE F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 QD_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 QD_INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+QD_INLINE int32_t largest_i(I x) {
+    const __m256i eight = _mm256_max_epi32(x.a, x.b);
+    __m128i v = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    v = _mm_max_epi32(v, _mm_shuffle_epi32(v, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
+}
 QD_INLINE int32_t sum_i(I x) {
     const __m256i eight = _mm256_add_epi32(x.a, x.b);
     __m128i v = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));

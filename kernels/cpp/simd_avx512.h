@@ -49,6 +49,7 @@ QD_INLINE I bits(F a) { return _mm512_castps_si512(a); }
 QD_INLINE F from_bits(I a) { return _mm512_castsi512_ps(a); }
 QD_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 QD_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
+QD_INLINE int32_t largest_i(I a) { return _mm512_reduce_max_epi32(a); }
 QD_INLINE int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a); }
 QD_INLINE F select_less_i(I a, I b, F yes, F no) {
     return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(a, b), no, yes);

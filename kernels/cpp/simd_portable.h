@@ -74,6 +74,11 @@ QD_INLINE I to_int(F x) {  // what x86 does beyond the range, and with NaN
     x = round(x);
     QD_MAP(I, x.v[i] >= -0x1p31f && x.v[i] < 0x1p31f ? (int32_t)x.v[i] : INT32_MIN);
 }
+QD_INLINE int32_t largest_i(I x) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) x.v[i] = x.v[i] > x.v[i + half] ? x.v[i] : x.v[i + half];
+    return x.v[0];
+}
 QD_INLINE int32_t sum_i(I x) {
     uint32_t total = 0;
     QD_EACH total += (uint32_t)x.v[i];

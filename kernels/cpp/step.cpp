@@ -11,7 +11,6 @@ namespace {
 
 constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
 constexpr int FEW_ROWS = 16;       // up to so many, reading weights takes longer than using them
-constexpr int CHUNKS_PER_THREAD = 2;
 constexpr int64_t EXPECTED_BYTES = 16384;
 
 class Step final {
@@ -47,7 +46,7 @@ private:
     // Chunks of columns of a matrix when `rows` rows are multiplied.
     int64_t columns_of(const qd_matrix& m, int64_t rows) const {
         const int64_t tiles = round_up(m.rows, TILE) / TILE;
-        return rows > FEW_ROWS ? tiles : std::min<int64_t>(tiles, CHUNKS_PER_THREAD * model_.threads().count());
+        return std::min<int64_t>(tiles, (rows > FEW_ROWS ? 4 : 2) * model_.threads().count());
     }
 
     // Fetches the beginning of this thread's range of the matrix that comes next: the hardware
@@ -57,8 +56,7 @@ private:
         const int64_t tiles = round_up(m.rows, TILE) / TILE, columns = columns_of(m, rows);
         const int64_t column = columns * thread_ / model_.threads().count();
         const uint8_t* begin = m.tiles + tiles * column / columns * m.tile_bytes;
-        const int64_t bytes = std::min<int64_t>(EXPECTED_BYTES, m.tiles + tiles * m.tile_bytes - begin);
-        for (int64_t i = 0; i < bytes; i += 64) prefetch_far(begin + i);
+        fetch(begin, std::min<int64_t>(EXPECTED_BYTES, m.tiles + tiles * m.tile_bytes - begin));
     }
 
     // epilogue(row, tile, values) of matrix · source(row). source returns a row of floats, padded

@@ -17,7 +17,7 @@ from qdeploy.errors import FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.executors import load_executor
-from qdeploy.runtime.executors.cpu import CpuExecutor
+from qdeploy.runtime.executors.cpu import CpuExecutor, _LogitsMemory
 from qdeploy.runtime.llm import LLM
 from qdeploy_kernels.cpu import library
 from tables import run_chunks
@@ -228,3 +228,23 @@ def test_broken_weights_are_found_while_packing(folder: Path, tmp_path: Path) ->
         with pytest.raises(FormatError, match=r"layers\.2\.mlp\.down_proj"):
             load_executor(tmp_path, backend="cpu", kv_config=KV)
     assert not list((tmp_path / "compiled").glob("*.tiles"))
+
+
+def test_logits_stay_the_callers_own_while_anything_holds_them() -> None:
+    memory = _LogitsMemory()
+    first = memory.take(2, 32)
+    first.fill_(1)
+    view, row = first[:, :5], first[1].numpy()
+    del first
+    memory.take(2, 32).fill_(2)
+    assert bool((view == 1).all())
+    del view
+    memory.take(1, 32).fill_(3)
+    assert bool((row == 1).all())
+
+
+def test_logits_memory_is_taken_again_once_it_is_free() -> None:
+    memory = _LogitsMemory()
+    place = memory.take(3, 32).data_ptr()
+    assert memory.take(3, 32).data_ptr() == place
+    assert memory.take(1, 64).shape == (1, 64)

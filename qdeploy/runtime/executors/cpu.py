@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from array import array
 from ctypes import byref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,6 +91,7 @@ class CpuExecutor:
         weakref.finalize(self, _destroy, cdll.qd_engine_destroy, self._engine, model)
         self.open_block_bytes: int = cdll.qd_open_block_bytes(self._engine)
         self.sealed_block_bytes: int = cdll.qd_sealed_block_bytes(self._engine)
+        self._memory = _LogitsMemory()
         self._stride = model.spec.vocab_size + -model.spec.vocab_size % TILE_ROWS
 
     def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
@@ -109,13 +112,29 @@ class CpuExecutor:
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
         arrays = _StepArrays(batch, self.kv_config.block_size)
-        logits = torch.empty(sum(arrays.num_logits), self._stride)
+        logits = self._memory.take(sum(arrays.num_logits), self._stride)
         step = arrays.struct(logits)
         with self.model.lock:
             failed = self._library.cdll.qd_execute(self._engine, byref(step))
         if failed:
             raise RuntimeError(self._library.error())
         return logits[:, : self.spec.vocab_size]
+
+
+class _LogitsMemory:
+    """Memory for results, taken again once nobody holds the last one: fresh pages cost a large
+    batch as much as a tenth of its step.
+    """
+
+    def __init__(self) -> None:
+        self._array = np.empty(0, np.float32)
+
+    def take(self, rows: int, stride: int) -> Tensor:
+        """[rows, stride], float32, uninitialized; the caller's own as long as it is held."""
+        free = sys.getrefcount(self._array) == 2  # this object's and the call's own
+        if not free or self._array.size < rows * stride:
+            self._array = np.empty(rows * stride, np.float32)
+        return torch.from_numpy(self._array)[: rows * stride].view(rows, stride)
 
 
 class _StepArrays:
