@@ -96,7 +96,14 @@ def _accuracy_section(manifest: Manifest) -> str:
 
 def _table(records: list[AccuracyRecord]) -> list[str]:
     shown = [name for name in _METRICS if any(name in record.metrics for record in records)]
-    columns = ["KV cache", "backend", "activations", *(name.replace("_", " ") for name in shown), "tokens", "gate"]
+    columns = [
+        "KV cache",
+        "backend",
+        "activations",
+        *(name.replace("_", " ") for name in shown),
+        "tokens",
+        "gate",
+    ]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for record in records:
         values = [f"{record.metrics[n]:.4g}" if n in record.metrics else "" for n in shown]
