@@ -28,7 +28,7 @@ def stress(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("sanitizers", "cases"), [("address,undefined", 60), ("thread", 15)], ids=["asan", "tsan"]
+    ("sanitizers", "cases"), [("address,undefined", 25), ("thread", 15)], ids=["asan", "tsan"]
 )
 def test_random_models_and_steps_are_clean(sanitizers: str, cases: int, tmp_path: Path) -> None:
     isas = available_isas()
