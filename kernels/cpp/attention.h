@@ -27,7 +27,7 @@ struct Tile {
     int slice, row, position, count, block;
     int num_splits;
     int fill;         // the fill that its last split does first, −1 if it has been done
-    int64_t partial;  // first of its partial results, −1 when all splits run in one go
+    int64_t partial;  // first row of its partial results, −1 when all splits run in one go
 };
 
 struct Block {

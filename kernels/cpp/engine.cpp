@@ -19,6 +19,12 @@ std::string describe(const char* format, int a, int b = 0) {
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
+int64_t pool_bytes(const KVLayout& kv, int64_t blocks, int64_t head_bytes) {
+    int64_t bytes;
+    if (__builtin_mul_overflow(blocks, (int64_t)kv.layers * kv.kv_heads * head_bytes, &bytes)) throw std::bad_alloc();
+    return bytes;
+}
+
 }  // namespace
 
 Memory::Memory(int64_t bytes) : bytes_(bytes) {
@@ -64,6 +70,11 @@ Model::Model(const qd_model& model, int threads) : spec_(model), layers_(model.l
     threads_.reset(new Threads(threads, [this](int thread, uint64_t step) { run_step(*this, thread, step); }));
 }
 
+Model::~Model() {
+    // A forked child has no workers to join, and what they wait for can't be destroyed.
+    if (threads_->forked()) (void)threads_.release();
+}
+
 const float* Model::pad(const float* values, int n) {
     if (!values) return nullptr;
     padded_.emplace_back(new float[round_up(n, TILE)]());
@@ -100,8 +111,8 @@ void Engine::allocate(int open, int sealed) {
     model.wait_until_left(last_step);
     num_open = num_sealed = 0;
     open_pool = Memory(), sealed_pool = Memory();
-    open_pool = Memory((int64_t)kv.layers * open * kv.kv_heads * kv.open_bytes());
-    if (kv.seals()) sealed_pool = Memory((int64_t)kv.layers * sealed * kv.kv_heads * kv.sealed_bytes());
+    open_pool = Memory(pool_bytes(kv, open, kv.open_bytes()));
+    if (kv.seals()) sealed_pool = Memory(pool_bytes(kv, sealed, kv.sealed_bytes()));
     num_open = open, num_sealed = sealed;
 }
 
@@ -183,6 +194,7 @@ void Engine::plan_slice(const qd_step& step, int slice, int row, Plan& plan) {
 
 void Engine::plan_chunks(Plan& plan) {
     const int heads = model.spec().kv_heads, threads = model.threads().count();
+    const int shared = model.spec().q_heads / heads;  // query heads of a KV head
     const int per_split = std::max(1, SPLIT_TOKENS / kv.block_size);
     plan.split = (int64_t)plan.tiles.size() * heads < 4 * threads;
     plan.tile_of_row.resize(plan.tokens);
@@ -190,7 +202,7 @@ void Engine::plan_chunks(Plan& plan) {
         Tile& tile = plan.tiles[t];
         tile.num_splits = tile.block / per_split + 1;
         const bool apart = plan.split && tile.num_splits > 1;
-        if (apart) tile.partial = plan.partials, plan.partials += (int64_t)heads * tile.num_splits;
+        if (apart) tile.partial = plan.partials, plan.partials += (int64_t)heads * tile.num_splits * tile.count * shared;
         for (int i = 0; i < tile.count; i++) plan.tile_of_row[tile.row + i] = t;
         for (int h = 0; h < heads; h++)
             for (int s = 0; s < (apart ? tile.num_splits : 1); s++)
@@ -217,7 +229,7 @@ void Engine::deal(Plan& plan, int threads) {
 // Grows the step's buffers. Nobody may read the old ones then.
 void Engine::reserve(const Plan& plan) {
     const int64_t rows = plan.tokens, dim = kv.head_dim;
-    const int64_t partial_bytes = plan.partials * tile_rows * (dim + 2) * (int64_t)sizeof(float);
+    const int64_t partial_bytes = plan.partials * (dim + 2) * (int64_t)sizeof(float);
     const int64_t scratch_bytes = (int64_t)plan.scratch_blocks * kv.kv_heads * kv.open_bytes();
     const bool grow = rows > row_capacity;
     if (!grow && partial_bytes <= partials.bytes() && scratch_bytes <= scratch.bytes() && last_step) return;

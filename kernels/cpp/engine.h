@@ -56,7 +56,7 @@ struct Plan {
     };
     std::vector<Chunk> chunks;               // each thread's range: longest first
     std::vector<int> tile_of_row;
-    int64_t partials = 0;
+    int64_t partials = 0;                    // rows of partial results
     int scratch_blocks = 0;
     float* logits = nullptr;
     int64_t logits_stride = 0;
@@ -76,6 +76,7 @@ struct Workspace {
 class Model {
 public:
     Model(const qd_model& model, int threads);
+    ~Model();
     const qd_model& spec() const { return spec_; }
     const qd_layer& layer(int i) const { return layers_[i]; }
     Threads& threads() { return *threads_; }

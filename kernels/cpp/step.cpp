@@ -111,8 +111,9 @@ private:
     float* cosines(int rope) { return engine_.cosines.as<float>() + (int64_t)rope * spec_.head_dim / 2; }
     float* sines(int rope) { return engine_.sines.as<float>() + (int64_t)rope * spec_.head_dim / 2; }
     Partial partial(const Tile& tile, int head, int split, int row) {
-        const int64_t slot = tile.partial + (int64_t)head * tile.num_splits + split;
-        float* at = engine_.partials.as<float>() + (slot * engine_.tile_rows + row) * (kv_.head_dim + 2);
+        const int64_t rows = (int64_t)tile.count * (spec_.q_heads / spec_.kv_heads);
+        const int64_t slot = (int64_t)head * tile.num_splits + split;
+        float* at = engine_.partials.as<float>() + (tile.partial + slot * rows + row) * (kv_.head_dim + 2);
         return {at[kv_.head_dim], at[kv_.head_dim + 1], at};
     }
 

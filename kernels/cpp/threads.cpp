@@ -1,5 +1,9 @@
 #include "threads.h"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
 namespace qd {
 
 namespace {
@@ -9,10 +13,18 @@ constexpr int IDLE_SPINS = 60000;
 
 Threads::Threads(int count, Body body) : count_(count), body_(std::move(body)), seats_(new Seat[count]),
       ring_(new Counter[RING * (count + 1)]) {
-    for (int i = 1; i < count; i++) workers_.emplace_back([this, i] { work(i); });
+    try {
+        for (int i = 1; i < count; i++) workers_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error&) {  // those that run must end: a running std::thread can't be destroyed
+        const int started = int(workers_.size()) + 1;
+        join();
+        throw std::runtime_error("the system allows only " + std::to_string(started) + " threads");
+    }
 }
 
-Threads::~Threads() {
+Threads::~Threads() { join(); }
+
+void Threads::join() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_.store(true);
@@ -24,7 +36,7 @@ Threads::~Threads() {
 bool Threads::left(uint64_t step) const {
     for (int i = 1; i < count_; i++) {
         const uint64_t inside = seats_[i].inside.load(std::memory_order_seq_cst);
-        if (inside != 0 && inside <= step) return false;
+        if (inside != 0 && inside <= step && !forked()) return false;
     }
     return true;
 }
@@ -33,7 +45,7 @@ void Threads::run() {
     const uint64_t step = step_.load(std::memory_order_relaxed) + 1;
     open_.store(step, std::memory_order_seq_cst);
     step_.store(step, std::memory_order_seq_cst);
-    if (asleep_.load(std::memory_order_seq_cst) > 0) {
+    if (asleep_.load(std::memory_order_seq_cst) > 0 && !forked()) {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }

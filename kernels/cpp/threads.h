@@ -2,6 +2,8 @@
 // threads claim. It is over when all its chunks are done, not when all threads arrive: a thread
 // that the system has put aside delays a step only while it holds a chunk. No barrier, no OpenMP.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -28,11 +30,13 @@ public:
     using Body = std::function<void(int, uint64_t)>;
 
     Threads(int count, Body body);
-    ~Threads();
+    ~Threads();  // not in a forked child, which has none of the workers
     Threads(const Threads&) = delete;
     Threads& operator=(const Threads&) = delete;
 
     int count() const { return count_; }
+    // Whether this is a child of the process that has the workers. Thread 0 does all chunks there.
+    bool forked() const { return getpid() != process_; }
     // The number that the next step will have.
     uint64_t next_step() const { return step_.load(std::memory_order_relaxed) + 1; }
     // Whether no worker is still inside `step` or an earlier one.
@@ -52,9 +56,11 @@ private:
         std::atomic<uint64_t> inside{0};  // the step that this worker is in, or 0
     };
     void work(int thread);
+    void join();
     uint64_t wait_for(uint64_t last);
 
     const int count_;
+    const pid_t process_ = getpid();
     const Body body_;
     alignas(CACHE_LINE) std::atomic<uint64_t> step_{0};
     std::atomic<uint64_t> open_{0};  // the step that workers may enter, or 0

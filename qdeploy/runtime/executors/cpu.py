@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -52,8 +54,15 @@ class CpuModel:
         self.lock = threading.Lock()
         self.handle = library.cdll.qd_model_create(byref(data.struct), threads)
         if not self.handle:
-            raise RuntimeError(library.error())
+            raise CapacityError(
+                f"a model can't run on {threads} threads: {library.error()}; give fewer threads"
+            )
         weakref.finalize(self, _destroy, library.cdll.qd_model_destroy, self.handle, data)
+        self.process = os.getpid()
+        _MODELS.add(self)
+        # Once, and later than weakref's own hook, so that it runs before it.
+        atexit.unregister(_stop_for_good)
+        atexit.register(_stop_for_good)
 
     def read_seconds(self, num_bytes: int, repeats: int) -> float:
         """Seconds of the fastest of `repeats` streaming reads by the model's threads: what a step
@@ -62,6 +71,10 @@ class CpuModel:
         with self.lock:
             seconds: float = self.library.cdll.qd_read_seconds(self.handle, num_bytes, repeats)
         return seconds
+
+
+#: Those that live.
+_MODELS: weakref.WeakSet[CpuModel] = weakref.WeakSet()
 
 
 class CpuExecutor:
@@ -112,9 +125,9 @@ class CpuExecutor:
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
         arrays = _StepArrays(batch, self.kv_config.block_size)
-        logits = self._memory.take(sum(arrays.num_logits), self._stride)
-        step = arrays.struct(logits)
-        with self.model.lock:
+        with self.model.lock:  # memory, too: two threads must not both find it free
+            logits = self._memory.take(sum(arrays.num_logits), self._stride)
+            step = arrays.struct(logits)
             failed = self._library.cdll.qd_execute(self._engine, byref(step))
         if failed:
             raise RuntimeError(self._library.error())
@@ -214,6 +227,16 @@ def load_cpu_executor(
     data = ModelData(arena, spec, abi.ActMode[act.upper()])
     log.info("CPU kernels for %s, %d threads, %s activations", library.isa, threads, act)
     return CpuExecutor(CpuModel(library, data, spec, threads), kv_config)
+
+
+def _stop_for_good() -> None:
+    """At exit, wait for the steps of daemon threads and let no other begin.
+
+    A forked child has no such threads, but perhaps a lock that one of them held.
+    """
+    for model in list(_MODELS):
+        if model.process == os.getpid():
+            model.lock.acquire()
 
 
 def _destroy(function: Any, handle: int, kept: object) -> None:
