@@ -172,7 +172,7 @@ void Engine::plan_slice(const qd_step& step, int slice, int row, Plan& plan) {
         if (sealed < -1 || sealed >= (kv.seals() ? num_sealed : 0))
             if (sealed != -1) fail(describe("sealed block id %d is outside the pool of %d", sealed, num_sealed));
         const bool whole = b * size >= start && (b + 1) * size <= end;  // filled by this step alone
-        if (open == -1 && whole) open = -2 - plan.scratch_blocks++;
+        if (open == -1 && whole && sealed >= 0) open = -2 - plan.scratch_blocks++;
         if (open == -1 && (b >= first || b < kv.sink_blocks || !kv.seals() || b >= first - kv.residual_blocks))
             fail(describe("block %d is read open, but its table has no open id", b));
         if (sealed == -1 && kv.reads_sealed(b, last))

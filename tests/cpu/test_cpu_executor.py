@@ -151,6 +151,7 @@ WRONG = {
     "open id": {"open_blocks": [8]},
     "sealed id": {"token_ids": [1] * 17, "open_blocks": [0, 1], "sealed_blocks": [8, -1]},
     "no open id": {"open_blocks": [-1]},
+    "no place for a full block": {"token_ids": [1] * 16, "open_blocks": [-1]},
     "short table": {"start": 16},
     "uneven tables": {"sealed_blocks": []},
     "no tokens": {"token_ids": [], "num_logits": 0},
