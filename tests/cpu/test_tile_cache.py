@@ -25,7 +25,7 @@ from qdeploy.formats.manifest import (
     Manifest,
     write_manifest,
 )
-from qdeploy.runtime.executors.tile_arena import Arena, ArenaError, ArenaWriter
+from qdeploy.runtime.executors.tile_arena import Arena, ArenaError, ArenaWriter, _index
 from qdeploy.runtime.executors.tile_cache import Digests, open_tiles, tile_key
 from qdeploy_kernels.cpu.fusion import pack_matrix
 from tiny_models import edit_json, tiny_checkpoint
@@ -324,6 +324,15 @@ def test_a_forged_index_is_an_error(kind: str, tmp_path: Path) -> None:
         arena = Arena(stream, "key")
     with pytest.raises(ArenaError):
         arena.matrix("m", 2, 8)
+
+
+def test_json_that_is_nested_too_deep_is_broken(tmp_path: Path) -> None:
+    """A downloaded folder may bring its own `compiled`."""
+    deep = b"[" * 100_000
+    with pytest.raises(ArenaError, match="index is broken"):
+        _index(deep)
+    (tmp_path / "sha256.json").write_bytes(deep)
+    assert Digests([tmp_path]).remembered(tmp_path) is None
 
 
 @pytest.mark.parametrize("offset", [0, 65, -64, 1 << 40, None, 64.0])

@@ -195,7 +195,7 @@ def _huge_pages() -> bool:
 def _index(text: bytes) -> dict[str, Any]:
     try:
         index = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # deep nesting is the latter
         raise ArenaError("its index is broken") from None
     kinds = {"key": str, "arrays": dict, "matrices": dict}
     if not isinstance(index, dict) or any(type(index.get(k)) is not t for k, t in kinds.items()):

@@ -213,7 +213,7 @@ def _identity(path: Path) -> str:
 def _read_memo(path: Path) -> dict[str, str]:
     try:
         memo = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     valid = isinstance(memo, dict) and all(isinstance(value, str) for value in memo.values())
     return memo if valid else {}
