@@ -85,7 +85,16 @@ const float* Model::pad(const float* values, int n) {
 Plan& Model::next_plan() {
     const uint64_t step = threads_->next_step();
     if (step > PLANS) wait_until_left(step - PLANS);
-    return plan(step);
+    if (next_phase_ >> (63 - CHUNK_BITS)) {  // after weeks of small steps: numbers would overflow
+        wait_until_left(step - 1);
+        threads_->forget();
+        next_phase_ = 1;
+    }
+    Plan& next = plan(step);
+    next = Plan{};
+    next.first_phase = next_phase_;
+    next_phase_ += spec_.num_layers * PHASES_PER_LAYER + 8;
+    return next;
 }
 
 void Model::wait_until_left(uint64_t step) {
@@ -127,7 +136,6 @@ void Engine::execute(const qd_step& step) {
 }
 
 void Engine::plan_step(const qd_step& step, Plan& plan) {
-    plan = Plan{};
     plan.engine = this;
     plan.tokens = step.num_tokens;
     plan.ids.assign(step.token_ids, step.token_ids + step.num_tokens);

@@ -39,6 +39,7 @@ struct Engine;
 // an old one.
 struct Plan {
     Engine* engine = nullptr;
+    uint64_t first_phase = 0;
     int tokens = 0, logit_rows = 0;
     bool alone = false;        // few rows: every thread prepares activations for itself
     bool split = false;        // few tiles: splits of keys are separate chunks
@@ -80,7 +81,7 @@ public:
     const qd_model& spec() const { return spec_; }
     const qd_layer& layer(int i) const { return layers_[i]; }
     Threads& threads() { return *threads_; }
-    // The plan of the next step, free of readers.
+    // The plan of the next step: empty, free of readers, its phases numbered.
     Plan& next_plan();
     Plan& plan(uint64_t step) { return plans_[step % PLANS]; }
     void wait_until_left(uint64_t step);
@@ -90,7 +91,6 @@ public:
     double read_seconds(int64_t bytes, int repeats);
 
     std::mutex mutex;  // one step at a time
-    int phases_per_step() const { return spec_.num_layers * PHASES_PER_LAYER + 8; }
 
 private:
     const float* pad(const float* values, int n);
@@ -102,6 +102,7 @@ private:
     std::vector<float> frequencies_, rope_scales_;
     int64_t widest_ = 0;
     Plan plans_[PLANS];
+    uint64_t next_phase_ = 1;
     std::unique_ptr<Workspace[]> workspaces_;
     std::unique_ptr<Threads> threads_;  // last: its workers use what is above
 };

@@ -63,7 +63,7 @@ void int8_tile(const qd_matrix&, const uint8_t* tile, const Activations& a, int6
     for (int g = 0; g < a.groups; g++) {
         I acc[CHAINS][ROWS][2];
         for (int r = 0; r < ROWS; r++) {
-            const I start = SYMMETRIC ? set_i(-MID * total[(int64_t)r * a.groups + g]) : zero_i();
+            const I start = SYMMETRIC ? set_i(int32_t(-MID * (uint32_t)total[(int64_t)r * a.groups + g])) : zero_i();
             acc[0][r][0] = acc[0][r][1] = start;
             if (CHAINS == 2) acc[CHAINS - 1][r][0] = acc[CHAINS - 1][r][1] = zero_i();
         }

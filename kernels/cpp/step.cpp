@@ -18,7 +18,7 @@ public:
     Step(Model& model, int thread, uint64_t number)
         : model_(model), spec_(model.spec()), plan_(model.plan(number)), engine_(*plan_.engine), kv_(engine_.kv),
           work_(model.workspace(thread)), scratch_(engine_.attention[thread]), thread_(thread),
-          next_phase_(number * model.phases_per_step()) {}
+          next_phase_(plan_.first_phase) {}
 
     void run() {
         embed();
@@ -311,7 +311,6 @@ double Model::read_seconds(int64_t bytes, int repeats) {
     double fastest = INFINITY;
     for (int i = 0; i < repeats; i++) {
         Plan& plan = next_plan();
-        plan = Plan{};
         plan.stream = memory.data(), plan.stream_bytes = bytes;
         const auto start = std::chrono::steady_clock::now();
         threads_->run();
@@ -323,7 +322,7 @@ double Model::read_seconds(int64_t bytes, int repeats) {
 
 namespace {
 
-void read_stream(Model& model, const Plan& plan, int thread, uint64_t step) {
+void read_stream(Model& model, const Plan& plan, int thread) {
     constexpr int64_t PIECE = 1 << 20;
     const auto read = [&](int chunk) {
         const uint8_t* p = plan.stream + chunk * PIECE;
@@ -335,7 +334,7 @@ void read_stream(Model& model, const Plan& plan, int thread, uint64_t step) {
         volatile int32_t kept = sum_i(add_i(add_i(sums[0], sums[1]), add_i(sums[2], sums[3])));
         (void)kept;
     };
-    run_phase(model.threads(), thread, step * model.phases_per_step(), int((plan.stream_bytes + PIECE - 1) / PIECE),
+    run_phase(model.threads(), thread, plan.first_phase, int((plan.stream_bytes + PIECE - 1) / PIECE),
               [] {}, read, [] {});
 }
 
@@ -343,7 +342,7 @@ void read_stream(Model& model, const Plan& plan, int thread, uint64_t step) {
 
 void run_step(Model& model, int thread, uint64_t step) {
     const Plan& plan = model.plan(step);
-    if (plan.stream) return read_stream(model, plan, thread, step);
+    if (plan.stream) return read_stream(model, plan, thread);
     Step(model, thread, step).run();
 }
 

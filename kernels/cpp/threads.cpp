@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <cfenv>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -9,6 +10,17 @@ namespace qd {
 namespace {
 // About a millisecond: longer than the gap between two steps of a busy engine.
 constexpr int IDLE_SPINS = 60000;
+
+// Rounding to nearest, denormals kept: another library may have set this thread to something else,
+// and bits must not depend on which thread takes a chunk.
+class DefaultArithmetic {
+public:
+    DefaultArithmetic() { std::fegetenv(&saved_), std::fesetenv(FE_DFL_ENV); }
+    ~DefaultArithmetic() { std::fesetenv(&saved_); }
+
+private:
+    std::fenv_t saved_;
+};
 }  // namespace
 
 Threads::Threads(int count, Body body) : count_(count), body_(std::move(body)), seats_(new Seat[count]),
@@ -41,6 +53,10 @@ bool Threads::left(uint64_t step) const {
     return true;
 }
 
+void Threads::forget() {
+    for (int i = 0; i < RING * (count_ + 1); i++) ring_[i].value.store(0, std::memory_order_relaxed);
+}
+
 void Threads::run() {
     const uint64_t step = step_.load(std::memory_order_relaxed) + 1;
     open_.store(step, std::memory_order_seq_cst);
@@ -49,10 +65,12 @@ void Threads::run() {
         std::lock_guard<std::mutex> lock(mutex_);
         wake_.notify_all();
     }
+    const DefaultArithmetic arithmetic;
     body_(0, step);
 }
 
 void Threads::work(int thread) {
+    const DefaultArithmetic arithmetic;
     Seat& seat = seats_[thread];
     uint64_t last = 0;
     while ((last = wait_for(last)) != 0) {

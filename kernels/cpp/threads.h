@@ -16,6 +16,7 @@
 
 namespace qd {
 
+constexpr int CHUNK_BITS = 24;   // a phase has fewer than 2²⁴ chunks
 constexpr int CACHE_LINE = 128;  // two, since neighbours are fetched in pairs
 
 // Chunks of a phase that were claimed or done, tagged with the phase's number (high bits). Numbers
@@ -45,6 +46,8 @@ public:
     void close(uint64_t step) { open_.compare_exchange_strong(step, 0, std::memory_order_seq_cst); }
     // Announces the next step, runs the body here as thread 0, returns when it does.
     void run();
+    // Forgets all phases, so that their numbers may start anew; nobody may be inside a step.
+    void forget();
     // Counters of a phase: those of claims, one per thread, then that of finished chunks. Few
     // phases have counters at a time: they stay in the caches while weights stream through.
     Counter* counters(uint64_t phase) { return &ring_[phase % RING * (count_ + 1)]; }
@@ -81,7 +84,7 @@ private:
 template <class Prepare, class Work, class Meanwhile>
 inline void run_phase(Threads& threads, int thread, uint64_t phase, int count, Prepare prepare, Work work,
                       Meanwhile meanwhile) {
-    constexpr int BITS = 24;  // of the number of chunks
+    constexpr int BITS = CHUNK_BITS;
     if (count == 0) return;
     const uint64_t first = phase << BITS, last = first + count;
     const int total = threads.count();

@@ -13,13 +13,17 @@ import pytest
 import torch
 
 from cpu.conftest import ISAS
+from formats.layer_samples import random_layer
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.cpu import CpuExecutor, _LogitsMemory
+from qdeploy.runtime.executors.cpu_model import _warn_if_dense
 from qdeploy.runtime.llm import LLM
 from qdeploy_kernels.cpu import library
+from qdeploy_kernels.cpu.fusion import pack_matrix
 from tables import run_chunks
 from tiny_models import tiny_checkpoint
 
@@ -249,3 +253,16 @@ def test_logits_memory_is_taken_again_once_it_is_free() -> None:
     place = memory.take(3, 32).data_ptr()
     assert memory.take(3, 32).data_ptr() == place
     assert memory.take(1, 64).shape == (1, 64)
+
+
+def test_a_quantized_matrix_that_is_held_dense_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """P4: exact, but slower and larger than the user asked for."""
+    part = random_layer(QuantScheme(bits=4, group_size=32), 32, 64, seed=1)
+    fine = replace(part, scales=part.scales.float() * (1 + 2**-20))
+    with caplog.at_level(logging.WARNING, logger="qdeploy"):
+        _warn_if_dense("layer 3 o", [part], pack_matrix([part], [None]))
+        assert not caplog.records
+        _warn_if_dense("layer 3 o", [fine], pack_matrix([fine], [None]))
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["layer 3 o is held as F32"]

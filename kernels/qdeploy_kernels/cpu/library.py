@@ -119,7 +119,8 @@ def _insist(isa: str, wish: str) -> str:
     """`isa` itself, once it is known, built, and something that this CPU runs; else the `wish`
     heads the error.
     """
-    step = f"choose one of: {', '.join(available_isas()) or 'none is available here'}"
+    available = available_isas()
+    step = f"choose one of: {', '.join(available)}" if available else _REBUILD
     if isa not in ISA_FLAGS:
         raise CpuLibraryError(f"{wish} is unknown", step)
     if isa not in built_isas():

@@ -80,7 +80,7 @@ def _load_reference(
 
 def _reference_problem(_: DecoderSpec, options: ExecutorOptions) -> str | None:
     if options.act == "int8":
-        return "backend reference computes in float32; use --act fp32, or --backend cpu"
+        return "backend reference computes in float32; use --act fp32, or leave --act out"
     return None
 
 

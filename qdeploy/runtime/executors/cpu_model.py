@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ from numpy.typing import NDArray
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
+from qdeploy.quantization.scheme import QuantizedLinear
 from qdeploy.runtime.executors.tile_arena import Arena, ArenaWriter
 from qdeploy.runtime.executors.weights import WeightSource, norm_sizes
 from qdeploy_kernels.cpu import abi
-from qdeploy_kernels.cpu.abi import Activation, ActMode
+from qdeploy_kernels.cpu.abi import Activation, ActMode, Kind
 from qdeploy_kernels.cpu.fusion import pack_matrix
 from qdeploy_kernels.cpu.tiles import TILE_ROWS, TileMatrix
+
+log = logging.getLogger("qdeploy")
 
 #: Matrices of a layer: the linears whose rows each of them joins.
 _MATRICES = {
@@ -58,6 +62,7 @@ def pack_model(source: WeightSource, spec: DecoderSpec, arena: ArenaWriter, show
             for name, linears in _MATRICES.items():
                 weights, biases = zip(*(source.linear(layer, n) for n in linears), strict=True)
                 matrix = pack_matrix(weights, biases, interleave=name == "gate_up")
+                _warn_if_dense(f"layer {layer} {name}", weights, matrix)
                 arena.add_matrix(f"{layer}.{name}", matrix)
             for name in norm_sizes(spec):
                 arena.add(f"{layer}.{name}", source.norm(layer, name).numpy())
@@ -67,6 +72,18 @@ def pack_model(source: WeightSource, spec: DecoderSpec, arena: ArenaWriter, show
         head = source.head()
         if head is not None:
             arena.add_matrix("head", pack_matrix([head], [None]))
+
+
+def _warn_if_dense(name: str, weights: Sequence[object], matrix: TileMatrix) -> None:
+    """Say that a quantized matrix is held dense: exact, but slower and several times as large."""
+    if matrix.kind not in (Kind.W4, Kind.W8) and any(
+        isinstance(w, QuantizedLinear) for w in weights
+    ):
+        log.warning(
+            "%s is held as %s: its groups, act-order or scales fit no packed layout of backend cpu",
+            name,
+            matrix.kind.name,
+        )
 
 
 class ModelData:

@@ -176,7 +176,10 @@ def _in_huge_pages(stream: BinaryIO, size: int) -> mmap.mmap:
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or not _huge_pages():
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no room for a copy; a mapping needs none
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     memory.madvise(mmap.MADV_HUGEPAGE)
     stream.seek(0)
     with memoryview(memory) as view:

@@ -1,6 +1,6 @@
 """Where packed tiles are kept: a file beside the artifact, else in the user's cache, else memory.
 
-`ARTIFACT/compiled/cpu-KEY.tiles` is mapped read-only, so that processes share it and a second
+`ARTIFACT/compiled/cpu-KEY.tiles` is read into huge pages, or mapped where there are none: a second
 start packs nothing. KEY stands for what the tiles are made from: weights, config, the embeddings
 policy and the version of the layout, which is the same for every instruction set. `sha256.json`
 beside it remembers digests by a file's size, times and inode, so that nothing is read twice.
