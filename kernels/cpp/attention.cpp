@@ -191,6 +191,11 @@ void gather_block(const KVLayout& kv, const Block& block, int keys, int rows, At
     }
 }
 
+// Asks for the next block while this one is in use.
+void fetch_block(const KVLayout& kv, const Block& block) {
+    fetch(block.data, block.sealed ? kv.sealed_bytes() : kv.open_bytes());
+}
+
 }  // namespace
 
 void AttentionScratch::reserve(const KVLayout& kv, int most_rows) {
@@ -260,6 +265,7 @@ void attend_split(const KVLayout& kv, const HeadRule& rule, const Tile& tile, in
     const int newest = tile.position + tile.count;  // keys from there on are masked for all rows
     for (int b = begin; b <= last; b++) {
         const Block block = blocks.find(b, tile.block);
+        if (b < last) fetch_block(kv, blocks.find(b + 1, tile.block));
         // Values are read by 8 tokens. What follows the newest token is zero or was.
         const int keys = std::min<int>(size, round_up(newest - b * size, 8));
         score_block(kv, block, keys, rows, s);

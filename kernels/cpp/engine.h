@@ -122,11 +122,12 @@ struct Engine {
     void allocate(int open, int sealed);
     void execute(const qd_step& step);
 
+    // Blocks of a head lie side by side: with successive ids they are one stream.
     uint8_t* open_block(int layer, int id, int head) const {
-        return open_pool.data() + (((int64_t)layer * num_open + id) * kv.kv_heads + head) * kv.open_bytes();
+        return open_pool.data() + (((int64_t)layer * kv.kv_heads + head) * num_open + id) * kv.open_bytes();
     }
     uint8_t* sealed_block(int layer, int id, int head) const {
-        return sealed_pool.data() + (((int64_t)layer * num_sealed + id) * kv.kv_heads + head) * kv.sealed_bytes();
+        return sealed_pool.data() + (((int64_t)layer * kv.kv_heads + head) * num_sealed + id) * kv.sealed_bytes();
     }
     uint8_t* scratch_block(int id, int head) const {
         return scratch.data() + ((int64_t)id * kv.kv_heads + head) * kv.open_bytes();

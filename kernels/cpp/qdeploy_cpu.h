@@ -88,7 +88,7 @@ QD_API int64_t qd_open_block_bytes(const void* engine);
 QD_API int64_t qd_sealed_block_bytes(const void* engine);
 // 0, or −1 when there is no memory. Drops what the pools held before.
 QD_API int32_t qd_kv_allocate(void* engine, int32_t num_open, int32_t num_sealed);
-// A pool's memory and, in *bytes, its size: [layers][blocks][KV heads][bytes of a head's block].
+// A pool's memory and, in *bytes, its size: [layers][KV heads][blocks][bytes of a head's block].
 QD_API void* qd_pool(void* engine, int32_t sealed, int64_t* bytes);
 // 0, or −1 with a message when the step is malformed; then nothing was computed.
 QD_API int32_t qd_execute(void* engine, const qd_step* step);
