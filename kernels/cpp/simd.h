@@ -18,6 +18,32 @@ namespace qd {
 
 constexpr int LANES = 16;
 
+// Pairs of bfloat16: a lane holds an even element in its low half and an odd one in its high half.
+// 16 bytes of even and 16 bytes of odd elements, signed, as pairs: bfloat16 holds them exactly.
+QD_INLINE I widen_s8(const uint8_t* p) {
+    const I even = bits(to_float(load_s8((const int8_t*)p)));
+    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
+    return or_i(shift_right<16>(even), odd);
+}
+
+#ifndef QD_ISA_AVX512  // which has instructions for these
+// 64 bytes: word 2 · lane + j, nibble m is element (2 m + j) of its lane, offset by 8 → 4 pairs.
+QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
+    I words = load_i(p);
+    for (int m = 0; m < 4; m++, words = shift_right<4>(words)) {
+        const I even = sub_i(and_i(words, set_i(15)), set_i(8));
+        const I odd = sub_i(and_i(shift_right<16>(words), set_i(15)), set_i(8));
+        out[m] = or_i(shift_right<16>(bits(to_float(even))), bits(to_float(odd)));
+    }
+}
+// acc + even · even + odd · odd of bfloat16 pairs.
+QD_INLINE F pair_dot(F acc, I x, I y) {
+    const I high = set_i((int32_t)0xffff0000u);
+    acc = fma(from_bits(shift_left<16>(x)), from_bits(shift_left<16>(y)), acc);
+    return fma(from_bits(and_i(x, high)), from_bits(and_i(y, high)), acc);
+}
+#endif
+
 // max and min return their second operand when one is NaN, so constants come first: NaN survives.
 
 // 2ˣ for x ≤ 127, relative error below 3e-7; at least 2⁻¹²⁶.

@@ -140,26 +140,6 @@ QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     const __m256i high = _mm256_permute4x64_epi64(_mm256_packus_epi32(y.a, y.b), 0xd8);
     _mm256_storeu_si256((__m256i*)p, low), _mm256_storeu_si256((__m256i*)p + 1, high);
 }
-QD_INLINE I widen_s8(const uint8_t* p) {
-    const I even = bits(to_float(load_s8((const int8_t*)p)));
-    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
-    return or_i(shift_right<16>(even), odd);
-}
-QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
-    const I words = load_i(p);
-    for (int m = 0; m < 4; m++) {
-        const I v = m == 0 ? words : m == 1 ? shift_right<4>(words) : m == 2 ? shift_right<8>(words) : shift_right<12>(words);
-        const I even = sub_i(and_i(v, set_i(15)), set_i(8));
-        const I odd = sub_i(and_i(shift_right<16>(v), set_i(15)), set_i(8));
-        out[m] = or_i(shift_right<16>(bits(to_float(even))), bits(to_float(odd)));
-    }
-}
-QD_INLINE F pair_dot(F acc, I x, I y) {
-    const I high = set_i((int32_t)0xffff0000u);
-    acc = fma(from_bits(shift_left<16>(x)), from_bits(shift_left<16>(y)), acc);
-    return fma(from_bits(and_i(x, high)), from_bits(and_i(y, high)), acc);
-}
-
 QD_INLINE __m256i dot_u4_half(__m256i acc, __m256i u, __m256i s) {  // |15 · 127 · 2| fits 16 bits
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 }

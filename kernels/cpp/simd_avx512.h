@@ -65,21 +65,9 @@ QD_INLINE void store_half(uint16_t* p, F x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Pairs of bfloat16: lane n holds `even` in its low and `odd` in its high half.
-QD_INLINE I pack_pairs(F even, F odd) {
-    const I lo = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-    const I hi = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
-    return _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
-}
 // Thirty-two consecutive floats as bfloat16, so that floats 2n, 2n + 1 are pair n.
 QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(second, first));
-}
-// 16 bytes of even and 16 bytes of odd elements, signed, as pairs: bfloat16 holds them exactly.
-QD_INLINE I widen_s8(const uint8_t* p) {
-    const I even = bits(to_float(load_s8((const int8_t*)p)));
-    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
-    return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
 }
 // 64 bytes: word 2 · lane + j, nibble m is element (2 m + j) of its lane, offset by 8 → 4 pairs.
 QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {

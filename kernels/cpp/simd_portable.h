@@ -140,25 +140,6 @@ QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     QD_EACH halves[16 + i] = (uint16_t)bfloat_bits(second.v[i]);
     for (int i = 0; i < 16; i++) p[i] = halves[2 * i] | (uint32_t)halves[2 * i + 1] << 16;
 }
-QD_INLINE I widen_s8(const uint8_t* p) {
-    const I even = bits(to_float(load_s8((const int8_t*)p)));
-    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
-    return or_i(shift_right<16>(even), odd);
-}
-QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
-    I words = load_i(p);
-    for (int m = 0; m < 4; m++, words = shift_right<4>(words)) {
-        const I even = sub_i(and_i(words, set_i(15)), set_i(8));
-        const I odd = sub_i(and_i(shift_right<16>(words), set_i(15)), set_i(8));
-        out[m] = or_i(shift_right<16>(bits(to_float(even))), bits(to_float(odd)));
-    }
-}
-QD_INLINE F pair_dot(F acc, I x, I y) {
-    const I high = set_i((int32_t)0xffff0000u);
-    acc = fma(from_bits(shift_left<16>(x)), from_bits(shift_left<16>(y)), acc);
-    return fma(from_bits(and_i(x, high)), from_bits(and_i(y, high)), acc);
-}
-
 QD_INLINE I dot_u8(I acc, I u, I s) {
     const uint8_t* a = (const uint8_t*)u.v;
     const int8_t* b = (const int8_t*)s.v;

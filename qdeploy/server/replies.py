@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0  # JSON has no infinity; as vLLM
 
 
-class _Base:
+class _Base(ABC):
     """Fields that every object and chunk of one answer share."""
 
     def __init__(self, kind: str, prefix: str, model: str, include_usage: bool) -> None:
@@ -75,8 +76,9 @@ class _Base:
         self._include_usage = include_usage
         self._halves: dict[int, tuple[str, str]] = {}
 
+    @abstractmethod
     def _text_choice(self, index: int, text: str) -> Json:
-        raise NotImplementedError
+        """A chunk's choice that holds text only."""
 
     def _text_event(self, index: int, output: RequestOutput) -> str | None:
         """`chunks` as events, for output that is text only: all else of a choice's events is the
