@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import lru_cache
 
 from qdeploy.errors import UsageError
+from qdeploy.runtime.bad_words import ban_sequences
 from qdeploy.runtime.detokenizer import Detokenizer
 from qdeploy.runtime.outputs import FinishReason, RequestOutput, TokenLogprob
 from qdeploy.runtime.request import Request
@@ -28,17 +30,25 @@ class OutputCollector:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._texts: dict[str, _Text] = {}
+        # the samples of a request ask one after the other
+        self._ban_sequences = lru_cache(maxsize=1)(self._find_sequences)
 
     def check(self, params: SamplingParams) -> None:
         """UsageError when params need text that can't be made."""
-        if params.stop_strings and self._tokenizer is None:
+        if self._tokenizer is not None:
+            return
+        if params.stop_strings:
             raise UsageError("stop strings need a tokenizer; use stop_token_ids", param="stop")
+        if params.bad_words:
+            raise UsageError("bad_words need a tokenizer; use logit_bias", param="bad_words")
 
     def add(self, request: Request) -> None:
-        """Begin the text of a sample."""
+        """Begin the text of a sample, and find the tokens of its bad words."""
         if self._tokenizer is None:
             return
         params = request.params
+        if params.bad_words:
+            request.bad_words = self._ban_sequences(tuple(params.bad_words))
         stream = self._tokenizer.stream(
             request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
@@ -76,6 +86,11 @@ class OutputCollector:
             shown, _ = state.stops.push(state.detokenizer.flush(), may_stop=False)
             text = shown
         return self._output(request, text=text, stop=Stop(reason))
+
+    def _find_sequences(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        assert self._tokenizer is not None
+        encode = self._tokenizer.encode
+        return ban_sequences(words, lambda text: encode(text, add_special_tokens=False))
 
     def _advance(self, request: Request, token: int, stop: Stop | None) -> tuple[str, Stop | None]:
         """New text, cut at a stop string, which wins over any other reason to stop."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from qdeploy.runtime.outputs import RequestMetrics
 from qdeploy.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from qdeploy.runtime.processors import Processor, TokenMask
 
 
 class RequestStatus(Enum):
@@ -27,6 +30,8 @@ class Request:
     scoring: wants the logits of every position, and no sampled token.
     sequence_id: names the sample in the block manager.
     num_scored: positions whose logits were handed over (a preempted one isn't scored twice).
+    bad_words: token sequences that must not come. token_mask: the sample's own grammar.
+    processors: the sampler's, made of these and of params for the first token.
     """
 
     request_id: str
@@ -47,7 +52,9 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
-    output_counts: Counter[int] = field(default_factory=Counter)
+    bad_words: Sequence[Sequence[int]] = ()
+    token_mask: TokenMask | None = None
+    processors: tuple[Processor, ...] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -86,7 +93,6 @@ class Request:
     def append(self, token_id: int, now: float) -> None:
         """Take a sampled token at time `now`."""
         self.token_ids.append(token_id)
-        self.output_counts[token_id] += 1
         self.first_token_time = now if self.first_token_time is None else self.first_token_time
         self.last_token_time = now
 

@@ -13,6 +13,9 @@ from qdeploy.errors import FormatError, UsageError
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256  # each is tokenized before the request's first step, and looked for in each
+MAX_SALT = 1024
+MAX_PRIORITY = 1_000_000
 GREEDY_TEMPERATURE = 1e-5  # below this, logits/T only overflows; vLLM's _SAMPLING_EPS
 
 
@@ -23,7 +26,11 @@ class SamplingParams:
     temperature: below 1e-5 is greedy. top_k: 0 or −1 is off. seed: None derives one from the
     engine's seed and the request id. max_tokens: None runs to the end of the context.
     logprobs: number of alternatives (0 … 20) beside the chosen token, None for none.
+    prompt_logprobs: the same for the prompt's tokens; max_tokens may then be 0.
     logit_bias: token id → −100 … 100. stop: up to 16 non-empty strings.
+    bad_words: up to 256 strings that must not come, in the tokens that the tokenizer makes of them
+    (the same text in other tokens passes, as in vLLM).
+    priority: smaller runs sooner. cache_salt: prefixes are only shared under the same salt.
     """
 
     n: int = 1
@@ -42,9 +49,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -55,6 +66,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise _bad("allowed_token_ids", [], "a non-empty list")
         _check_bias(self.logit_bias)
+        _check_bad_words(self.bad_words)
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT:
+            raise _bad("cache_salt", self.cache_salt[:40], f"1 to {MAX_SALT} characters")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -88,10 +102,12 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, 0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            _check_int("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
             if self.min_tokens > self.max_tokens:
                 raise _bad("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
 
@@ -154,3 +170,15 @@ def _check_bias(bias: Mapping[int, float] | None) -> None:
     for token, value in (bias or {}).items():
         _check_int("logit_bias", token, 0)
         _check_number("logit_bias", value, -100.0, 100.0)
+
+
+def _check_bad_words(words: Sequence[str] | None) -> None:
+    if words is None:
+        return
+    if isinstance(words, str):
+        raise _bad("bad_words", words, "a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise _bad("bad_words", f"{len(words)} strings", f"at most {MAX_BAD_WORDS}")
+    for word in words:
+        if not isinstance(cast("object", word), str) or not word.strip():
+            raise _bad("bad_words", word, "strings that are not empty")

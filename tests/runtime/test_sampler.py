@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdeploy.runtime.filters import Row, filter_tokens
+from qdeploy.runtime.logprobs import token_logprob
 from qdeploy.runtime.noise import (
     MAX_GUMBEL,
     MIN_GUMBEL,
@@ -18,7 +20,7 @@ from qdeploy.runtime.noise import (
     token_noise,
 )
 from qdeploy.runtime.request import Request
-from qdeploy.runtime.sampler import Row, draw, filter_tokens, process_logits, sample, token_logprob
+from qdeploy.runtime.sampler import draw, sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.seeds import request_seed
 
@@ -33,13 +35,6 @@ def request(*, prompt: int = 1, index: int = 0, seed: int = 0, **params: object)
         max_tokens=16,
         seed=seed,
     )
-
-
-def with_output(tokens: list[int], **params: object) -> Request:
-    r = request(prompt=4, **params)
-    for token in tokens:
-        r.append(token, 0.0)
-    return r
 
 
 def draws(logits: Row, count: int, **params: object) -> torch.Tensor:
@@ -161,21 +156,6 @@ def test_a_token_far_below_the_best_wins_where_its_noise_does() -> None:
     noise = [gumbel(noise_key(s, 0, 1), np.arange(200_000)) for s in range(40)]
     assert found == [int((logits + n).argmax()) for n in noise]
     assert sum(token > 0 for token in found) > 30
-
-
-def test_r20_penalties_equal_the_openai_and_hf_formulas() -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    logits = normal(30, 1)
-    output = [5, 5, 5, 9, 2]
-    r = with_output(output, repetition_penalty=1.3)
-    ids = torch.tensor([[*range(4), *output]])
-    theirs = RepetitionPenaltyLogitsProcessor(1.3)(ids, torch.tensor(logits)[None])[0].numpy()
-    np.testing.assert_allclose(process_logits(logits, r, ()), theirs, rtol=1e-6)
-    r = with_output(output, frequency_penalty=0.5, presence_penalty=0.25)
-    counts = np.bincount(output, minlength=30)
-    expected = logits - counts * 0.5 - (counts > 0) * 0.25
-    np.testing.assert_allclose(process_logits(logits, r, ()), expected, rtol=1e-6)
 
 
 def test_processing_leaves_the_raw_logits_alone() -> None:
