@@ -26,9 +26,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpu_cases import LLAMA_1B, SMOLLM2, WORKLOADS, Workload, quick
+from cpu_cases import LLAMA_1B, SMOLLM2, TARGETS, WORKLOADS, Workload, quick
 from cpu_models import LLAMA_1B_SHAPE, TINY_SHAPE, Models
-from cpu_rows import Row, long_prefill_rows, our_name, row, verdicts, workload_rows
+from cpu_rows import long_prefill_rows, our_name, workload_rows
+from figures import Row, row, verdicts
 from peers.contestant import Contestant, LlamaCpp, Timing, openvino, ours, vllm
 
 from qdeploy.formats.manifest import read_manifest
@@ -48,7 +49,7 @@ def main() -> None:
         rows += [one | {"command": command, "machine": machine} for one in found]
         if options.json is not None:  # after each workload: a full run takes a while
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(["", *verdicts(rows)]))
+    print("\n".join(["", *verdicts(rows, TARGETS)]))
 
 
 def parse_options() -> argparse.Namespace:

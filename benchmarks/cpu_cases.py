@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from figures import Target
 from peers.contestant import Load
 
 SMOLLM2, LLAMA_1B = "SmolLM2-135M", "Llama-1.17B"
@@ -96,22 +97,6 @@ WORKLOADS = (
         heads=(8, 4),
     ),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A limit on `ratio` of the rows whose name matches `pattern`."""
-
-    pattern: str
-    limit: float
-    at_most: bool = False
-
-    def holds(self, ratio: float) -> bool:
-        """Whether a ratio keeps to it."""
-        return ratio <= self.limit if self.at_most else ratio >= self.limit
-
-    def __str__(self) -> str:
-        return f"{'≤' if self.at_most else '≥'} {self.limit:g}"
 
 
 TARGETS = (

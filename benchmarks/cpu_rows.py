@@ -5,15 +5,13 @@ A row's name is "model | figure | engine"; benchmarks/table.py reads it so.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from cpu_cases import TARGETS, Workload
+from cpu_cases import Workload
+from figures import Row, row
 from peers.contestant import Timing
 
-Row = dict[str, Any]
 #: Contestants' repeats, by name; ours by (head bits, KV format).
 Peers = Mapping[str, Sequence[Timing]]
 Ours = Mapping[tuple[int, str], Sequence[Timing]]
@@ -94,34 +92,6 @@ def long_prefill_rows(rows: Sequence[Row]) -> list[Row]:
         title = name.replace("| prefill 512 |", "| prefill 4096, of prefill 512 |")
         found.append(row(title, ratio, "ratio", short["n"], ratio, "prefill 512"))
     return found
-
-
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A line for each row that a target speaks of and that has a ratio."""
-    return [
-        f"{'met   ' if target.holds(row['ratio']) else 'MISSED'} {row['name']}:"
-        f" {row['ratio']:.3g} ({target}, against {row['against']})"
-        for target in TARGETS
-        for row in rows
-        if row["ratio"] is not None
-        and "qdeploy" in row["name"]
-        and re.search(target.pattern, row["name"])
-    ]
-
-
-def row(
-    name: str,
-    value: float,
-    unit: str,
-    n: int,
-    ratio: float | None = None,
-    against: str | None = None,
-) -> Row:
-    """One figure; `n` repeats, `ratio` to what `against` names. Printed at once."""
-    versus = "" if ratio is None or unit == "ratio" else f"  {ratio:.2f} × {against}"
-    print(f"{name}: {value:.5g} {unit}{versus}", flush=True)
-    figures = {"name": name, "value": value, "unit": unit}
-    return figures | {"ratio": ratio, "against": against, "n": n}
 
 
 def _median(timings: Sequence[Timing], attribute: str) -> float:

@@ -1,0 +1,149 @@
+"""benchmarks/runtime.py end to end on a tiny model: every measure runs and yields its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tiny_models import tiny_checkpoint
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+KEYS = {"name", "value", "unit", "ratio", "against", "n", "command", "machine"}
+FIGURES = {
+    "continuous batching",
+    "static batching",
+    "KV slots wasted",
+    "sequences at a time, paged",
+    "sequences at a time, reserved",
+    "sealed bits per element",
+    "sequences of 128 tokens held",
+    "sequences of 192 tokens held",
+    "longest gap of 4 streams",
+    "longest gap of 4 streams, prompts whole",
+}
+
+
+def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("model"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmark")
+    words = ["--quick", "--repeats", "2", "--threads", "1", "--backend", "auto"]
+    words += ["--model", str(model), "--work", str(folder / "work")]
+    done = run("runtime.py", *words, "--json", str(folder / "out.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "out.json"
+
+
+@pytest.fixture(scope="module")
+def rows(out: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+def test_every_measure_yields_its_rows(rows: list[dict[str, Any]]) -> None:
+    assert all(set(row) == KEYS and row["value"] > 0 for row in rows)
+    assert {row["name"].split(" | ")[1] for row in rows} == FIGURES
+
+
+def test_every_target_is_about_a_row_that_has_a_ratio(
+    modules: SimpleNamespace, rows: list[dict[str, Any]]
+) -> None:
+    names = [row["name"] for row in rows if row["ratio"] is not None]
+    quick, full = modules.sizes.QUICK.held, modules.sizes.FULL.held
+    for target in modules.sizes.TARGETS:
+        pattern = target.pattern
+        for small, large in zip(quick, full, strict=True):
+            pattern = pattern.replace(f"{large:,} tokens", f"{small:,} tokens")
+        assert any(re.search(pattern, name) for name in names), target.pattern
+
+
+def test_bits_are_those_of_the_layout(rows: list[dict[str, Any]]) -> None:
+    """Heads of 32: keys have 4 bytes of scale and minimum for 64 tokens, values for 32 channels."""
+    extra = (32 / 64 + 32 / 32) / 2
+    bits = {row["name"][-4:]: row["value"] for row in rows if "sealed bits" in row["name"]}
+    assert bits == {"int8": 8 + extra, "int4": 4 + extra}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import runtime_batching
+    import runtime_capacity
+    import runtime_check
+    import runtime_session
+    import runtime_sizes
+
+    return SimpleNamespace(
+        batching=runtime_batching,
+        capacity=runtime_capacity,
+        check=runtime_check,
+        session=runtime_session,
+        sizes=runtime_sizes,
+    )
+
+
+@pytest.fixture
+def setup(modules: SimpleNamespace, model: Path) -> Any:
+    sizes = modules.sizes.QUICK
+    return modules.session.load_setup("tiny", model, sizes, backend="auto", threads=1, repeats=1)
+
+
+def test_x16_a_model_that_computes_nothing_gets_no_figures(
+    modules: SimpleNamespace, setup: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.check.check_model(setup)
+    right = setup.executor.with_kv
+    monkeypatch.setattr(setup.executor, "with_kv", lambda kv: modules.session.NoModel(right(kv)))
+    with pytest.raises(SystemExit, match="output is wrong: KL"):
+        modules.check.check_model(setup)
+
+
+def test_x16_other_answers_get_no_figures(
+    modules: SimpleNamespace, setup: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = modules.batching.run_all
+
+    def wrong(*arguments: Any) -> Any:
+        answers, seconds = run_all(*arguments)
+        return [*answers[:-1], [0]], seconds
+
+    monkeypatch.setattr(modules.batching, "run_all", wrong)
+    with pytest.raises(SystemExit, match="changes an answer"):
+        list(modules.batching.batching(setup))
+
+
+def test_a_static_batch_runs_to_its_longest_answer(modules: SimpleNamespace, setup: Any) -> None:
+    asked = list(zip(setup.prompts([9] * 4, 0), (2, 7, 1, 3), strict=True))
+    answers, _ = modules.batching.run_static(setup, asked)
+    assert [len(answer) for answer in answers] == [2, 7, 1, 3]
+    assert answers == modules.batching.run_all(setup, asked)[0]
+
+
+def test_as_many_sequences_are_held_as_arithmetic_says(
+    modules: SimpleNamespace, setup: Any
+) -> None:
+    """128 tokens and more: 3 blocks in bf16; in int8 2 open ones and a sealed one."""
+    executor = setup.executor.with_kv(modules.session.KVCacheConfig(dtype="int8"))
+    each = 2 * executor.open_block_bytes + executor.sealed_block_bytes
+    memory = 9 * each + executor.open_block_bytes  # the open one: a step's own
+    assert modules.capacity.most_held(setup, "int8", 128, memory) == 9
+    assert modules.capacity.most_held(setup, "int8", 128, memory - 1) == 8
