@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.engine import Engine, EngineConfig
@@ -51,11 +52,12 @@ class PreparedLogits:
     """An Executor that computes nothing; records when each execution began and ended."""
 
     name = "prepared"
-    open_block_bytes = sealed_block_bytes = 1024
+    open_block_bytes = sealed_block_bytes = (1024,)
 
     def __init__(self, clock: Callable[[], float], seconds: float = 0.0) -> None:
         self.spec = SimpleNamespace(vocab_size=VOCAB, max_model_len=2048)
         self.kv_config = KVCacheConfig()
+        self.kv_groups = (KVGroup(layers=(0,), config=self.kv_config),)
         self.times: list[tuple[float, float]] = []
         self._clock, self._seconds = clock, seconds
         generator = torch.Generator().manual_seed(0)
@@ -64,7 +66,7 @@ class PreparedLogits:
         self._rows.scatter_(1, peaks, 18.7)
         self._next = 0
 
-    def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
+    def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
         """Nothing to keep."""
 
     def execute(self, batch: StepBatch) -> Tensor:

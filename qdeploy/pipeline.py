@@ -36,6 +36,7 @@ from qdeploy.formats.manifest import (
 )
 from qdeploy.formats.sources import resolve_model
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import kv_groups
 from qdeploy.kv.pool import open_block_bytes, sealed_block_bytes
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
@@ -308,8 +309,9 @@ def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | No
         spec = spec_from_config(config)
     except FormatError:
         return None
-    block = sealed_block_bytes(spec, kv) if kv.seals else open_block_bytes(spec, kv, itemsize=2)
-    return block / kv.block_size
+    groups = kv_groups(spec, kv)
+    blocks = (sealed_block_bytes(spec, g) or open_block_bytes(spec, g, itemsize=2) for g in groups)
+    return sum(blocks) / kv.block_size
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -52,6 +52,7 @@ class StepFacts:
         }
 
     def _kv_bytes_per_token(self) -> float:
-        kv = self._executor.kv_config
-        sealed = self._executor.sealed_block_bytes
-        return (sealed or self._executor.open_block_bytes) / kv.block_size
+        executor = self._executor
+        sizes = zip(executor.open_block_bytes, executor.sealed_block_bytes, strict=True)
+        block = sum(sealed or opened for opened, sealed in sizes)
+        return block / executor.kv_config.block_size

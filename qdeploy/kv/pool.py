@@ -1,4 +1,4 @@
-"""The two KV pools of an executor, and their exact arithmetic."""
+"""The two KV pools of a group of layers, and their exact arithmetic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.kv.kivi import BITS, SealedLayout
 from qdeploy.models.spec import DecoderSpec
 
@@ -26,14 +27,16 @@ def sealed_layout(spec: DecoderSpec, config: KVCacheConfig) -> SealedLayout:
     )
 
 
-def sealed_block_bytes(spec: DecoderSpec, config: KVCacheConfig) -> int:
-    """Bytes of a sealed block over all layers; 0 for a format that never seals."""
-    return spec.num_layers * sealed_layout(spec, config).num_bytes if config.seals else 0
+def sealed_block_bytes(spec: DecoderSpec, group: KVGroup) -> int:
+    """Bytes of a group's sealed block; 0 for a format that never seals."""
+    config = group.config
+    return len(group.layers) * sealed_layout(spec, config).num_bytes if config.seals else 0
 
 
-def open_block_bytes(spec: DecoderSpec, config: KVCacheConfig, itemsize: int) -> int:
-    """Bytes of an open block over all layers, at `itemsize` bytes an element."""
-    return spec.kv_elements_per_token * config.block_size * itemsize
+def open_block_bytes(spec: DecoderSpec, group: KVGroup, itemsize: int) -> int:
+    """Bytes of a group's open block, at `itemsize` bytes an element."""
+    elements = 2 * len(group.layers) * spec.num_kv_heads * spec.head_dim
+    return elements * group.config.block_size * itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
@@ -47,18 +50,20 @@ def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:
 
 
 class KVPools:
-    """open: float32 [num_open, layers, 2, kv_heads, block_size, head_dim]
+    """One group's pools; `layer` below is the model's own index of a layer of the group.
+
+    open: float32 [num_open, layers, 2, kv_heads, block_size, head_dim]
     sealed: uint8 [num_sealed, layers, bytes of a layer's block]
     """
 
-    def __init__(
-        self, spec: DecoderSpec, config: KVCacheConfig, num_open: int, num_sealed: int
-    ) -> None:
-        shape = (num_open, spec.num_layers, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
-        self.open = _zeros(shape, numpy.float32)
+    def __init__(self, spec: DecoderSpec, group: KVGroup, size: KVPoolSize) -> None:
+        config, layers = group.config, len(group.layers)
+        block = (layers, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
+        self.open = _zeros((size.num_open_blocks, *block), numpy.float32)
         self.layout = sealed_layout(spec, config) if config.seals else None
         num_bytes = self.layout.num_bytes if self.layout is not None else 0
-        self.sealed = _zeros((num_sealed, spec.num_layers, num_bytes), numpy.uint8)
+        self.sealed = _zeros((size.num_sealed_blocks, layers, num_bytes), numpy.uint8)
+        self._place = {layer: place for place, layer in enumerate(group.layers)}
 
     @property
     def num_bytes(self) -> int:
@@ -67,19 +72,39 @@ class KVPools:
 
     def write_open(self, block: int, layer: int, offset: int, kv: Tensor) -> None:
         """Put kv [2, kv_heads, num_tokens, head_dim] at token `offset` of an open block."""
-        self.open[block, layer, :, :, offset : offset + kv.shape[2]] = kv
+        self.open[block, self._place[layer], :, :, offset : offset + kv.shape[2]] = kv
 
     def read_open(self, block: int, layer: int, num_tokens: int) -> Tensor:
         """K and V of the block's first tokens, float32 [2, kv_heads, num_tokens, head_dim]."""
-        return self.open[block, layer, :, :, :num_tokens]
+        return self.open[block, self._place[layer], :, :, :num_tokens]
+
+    def copy_open(self, source: int, target: int) -> None:
+        """Make one open block, of all layers, what another is."""
+        self.open[target] = self.open[source]
 
     def seal(self, block: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Quantize k, v [kv_heads, block_size, head_dim], float32, into a sealed block."""
         assert self.layout is not None
-        self.sealed[block, layer] = self.layout.seal(k, v)
+        self.sealed[block, self._place[layer]] = self.layout.seal(k, v)
 
     def read_sealed(self, blocks: Sequence[int], layer: int) -> Tensor:
         """K and V of sealed blocks, float32 [2, kv_heads, num_blocks, block_size, head_dim]."""
         assert self.layout is not None
-        packed = self.sealed[torch.tensor(blocks), layer]
+        packed = self.sealed[torch.tensor(blocks), self._place[layer]]
         return torch.stack(self.layout.unseal(packed)).transpose(1, 2)
+
+    def read_bytes(self, open_blocks: Sequence[int], sealed_blocks: Sequence[int]) -> Tensor:
+        """The bytes of blocks of both pools, one after another, uint8 [n]."""
+        parts = self.open[list(open_blocks)], self.sealed[list(sealed_blocks)]
+        return torch.cat([part.flatten().view(torch.uint8) for part in parts])
+
+    def write_bytes(
+        self, open_blocks: Sequence[int], sealed_blocks: Sequence[int], data: Tensor
+    ) -> Tensor:
+        """Put back what `read_bytes` gave for as many blocks; returns the rest of data, uint8."""
+        for pool, blocks in ((self.open, open_blocks), (self.sealed, sealed_blocks)):
+            if blocks:
+                size = len(blocks) * pool[0].nbytes
+                part, data = data[:size].clone(), data[size:]  # a clone is aligned
+                pool[list(blocks)] = part.view(pool.dtype).view(len(blocks), *pool.shape[1:])
+        return data

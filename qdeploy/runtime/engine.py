@@ -78,20 +78,16 @@ class Engine:
         self.config = config
         self.eos_token_ids = frozenset(eos_token_ids)
         pools = plan_kv_pools(
-            kv=config.kv,
+            executor.kv_groups,
+            executor.open_block_bytes,
+            executor.sealed_block_bytes,
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            open_block_bytes=executor.open_block_bytes,
-            sealed_block_bytes=executor.sealed_block_bytes,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             num_kv_blocks=config.num_kv_blocks,
         )
-        executor.allocate_kv(pools.num_open_blocks, pools.num_sealed_blocks)
-        self.blocks = BlockManager(
-            config.kv,
-            num_open_blocks=pools.num_open_blocks,
-            num_sealed_blocks=pools.num_sealed_blocks,
-        )
+        executor.allocate_kv(pools)
+        self.blocks = BlockManager(executor.kv_groups, pools)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -193,13 +189,15 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters."""
         tokens, seqs, when = self._last_step
+        opened = [blocks.open_pool for blocks in self.blocks.groups]
+        sealed = [blocks.sealed_pool for blocks in self.blocks.groups]
         return EngineStats(
             num_requests_running=len(self.scheduler.running),
             num_requests_waiting=self.scheduler.num_waiting,
-            num_open_blocks=self.blocks.open_pool.size,
-            num_open_blocks_used=self.blocks.open_pool.num_used,
-            num_sealed_blocks=self.blocks.sealed_pool.size,
-            num_sealed_blocks_used=self.blocks.sealed_pool.num_used,
+            num_open_blocks=sum(pool.size for pool in opened),
+            num_open_blocks_used=sum(pool.num_used for pool in opened),
+            num_sealed_blocks=sum(pool.size for pool in sealed),
+            num_sealed_blocks_used=sum(pool.num_used for pool in sealed),
             num_steps=self._counters["steps"],
             last_step_tokens=tokens,
             last_step_seqs=seqs,

@@ -1,104 +1,193 @@
-"""How many open and sealed blocks a memory budget holds, by exact arithmetic (DESIGN §5)."""
+"""How many open and sealed blocks of each KV group a memory budget holds, by exact arithmetic.
+
+Pools grow together: the budget buys max_num_seqs sequences of one length, the longest that it can
+pay for, so that no group's pool runs out much before another's; and never less than one request
+of max_model_len (DESIGN §5).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from qdeploy.errors import CapacityError, UsageError
-from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.block_manager import blocks_for_tokens
+from qdeploy.kv.groups import KVGroup, KVPoolSize
 
 DEFAULT_KV_CACHE_BYTES = 2 << 30
+#: One sequence in so many has left its sinks in the prefix cache while max_num_seqs others run.
+RUNNING_PER_CACHED = 4
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVPools:
-    """Sizes of the two pools, in blocks."""
-
-    num_open_blocks: int
-    num_sealed_blocks: int
+#: Of every group in turn: open, sealed.
+Counts = list[int]
+CountsOf = Callable[[int], Counts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVBudget:
-    """A budget and what one block of each pool costs, in the same unit (bytes, or blocks)."""
+    """A budget and what a block of each pool costs, in the same unit (bytes, or blocks).
 
-    kv: KVCacheConfig
+    costs: of every group in turn, an open block and a sealed one. lookahead_tokens: drafts that a
+    step may compute beyond what is committed.
+    """
+
+    groups: tuple[KVGroup, ...]
+    costs: tuple[int, ...]
     total: int
-    open_cost: int
-    sealed_cost: int
     unit: str = "bytes"
+    lookahead_tokens: int = 0
+
+    def price(self, counts: Iterable[int]) -> int:
+        """What so many blocks cost."""
+        return sum(count * cost for count, cost in zip(counts, self.costs, strict=True))
 
     def cost(self, num_tokens: int) -> int:
         """Cost of the smallest pools in which one sequence of num_tokens runs."""
-        num_open, num_sealed = blocks_for_tokens(self.kv, num_tokens)
-        return num_open * self.open_cost + num_sealed * self.sealed_cost
+        return self.price(self._needs(num_tokens))
 
     def longest(self, limit: int) -> int:
-        """The largest max_model_len ≤ limit that fits; `cost` grows with length, so bisect."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.cost(middle) <= self.total else (low, middle - 1)
-        return low
+        """The largest max_model_len ≤ limit that fits."""
+        return self._largest(limit, self._needs)
 
-    def split(self, max_model_len: int, max_num_seqs: int) -> KVPools:
-        """Open blocks for every sequence's sinks, residual and tail; the rest is sealed.
+    def full(self, max_model_len: int, max_num_seqs: int) -> int:
+        """Cost of pools that hold max_num_seqs requests of max_model_len."""
+        return self.price(self._wanted(max_model_len, max_model_len, max_num_seqs))
 
-        One request of max_model_len tokens always fits; CapacityError when it can't.
+    def split(self, max_model_len: int, max_num_seqs: int) -> tuple[KVPoolSize, ...]:
+        """Pool sizes per group; CapacityError when one request of max_model_len doesn't fit.
+
+        What is left once every sequence has max_model_len goes to prefixes without a sequence.
         """
         if self.cost(max_model_len) > self.total:
             raise self._too_small(max_model_len)
-        if not self.kv.seals:
-            return KVPools(num_open_blocks=self.total // self.open_cost, num_sealed_blocks=0)
-        num_open, num_sealed = blocks_for_tokens(self.kv, max_model_len)
-        wanted = max_num_seqs * num_open + self.kv.residual_blocks + 1
-        affordable = (self.total - num_sealed * self.sealed_cost) // self.open_cost
-        num_open = min(wanted, affordable)
-        rest = self.total - num_open * self.open_cost
-        return KVPools(num_open_blocks=num_open, num_sealed_blocks=rest // self.sealed_cost)
+
+        def wanted(length: int) -> Counts:
+            return self._wanted(length, max_model_len, max_num_seqs)
+
+        length = self._largest(max_model_len, wanted)
+        counts = wanted(length)
+        if length < max_model_len:
+            goal = wanted(length + 1)
+        else:
+            idle = self._idle(max_model_len)
+            times = (self.total - self.price(counts)) // self.price(idle)
+            counts = [n + times * more for n, more in zip(counts, idle, strict=True)]
+            goal = [n + more for n, more in zip(counts, idle, strict=True)]
+        return _pool_sizes(self._fill(counts, goal))
+
+    def _needs(self, num_tokens: int, lookahead_tokens: int = 0) -> Counts:
+        needs = (g.blocks_for_tokens(num_tokens, lookahead_tokens) for g in self.groups)
+        return [count for pair in needs for count in pair]
+
+    def _wanted(self, length: int, max_model_len: int, max_num_seqs: int) -> Counts:
+        """Pools for max_num_seqs sequences of `length`; for 0, for one of max_model_len alone."""
+        alone = self._needs(max_model_len)
+        if length == 0:
+            return alone
+        each, spare = self._needs(length, self.lookahead_tokens), self._spare(max_num_seqs)
+        together = [max_num_seqs * n + more for n, more in zip(each, spare, strict=True)]
+        return [max(pair) for pair in zip(alone, together, strict=True)]
+
+    def _spare(self, max_num_seqs: int) -> Counts:
+        """Open blocks for cached sinks, and for one prompt chunk that spans blocks."""
+        cached = -(-max_num_seqs // RUNNING_PER_CACHED)
+        spare = []
+        for kv in (group.config for group in self.groups):
+            spare += [cached * kv.sink_blocks + kv.residual_blocks + 1 if kv.seals else 0, 0]
+        return spare
+
+    def _idle(self, max_model_len: int) -> Counts:
+        """What a cached prefix keeps: no tail, no residual."""
+        counts = self._needs(max_model_len)
+        for index, kv in enumerate(group.config for group in self.groups):
+            if kv.seals:
+                counts[2 * index] = min(counts[2 * index], kv.sink_blocks)
+        return counts if any(counts) else self._needs(max_model_len)
+
+    def _fill(self, counts: Counts, goal: Counts) -> Counts:
+        """Spend the rest block by block, each time on the pool that is furthest from its goal."""
+        counts, rest = list(counts), self.total - self.price(counts)
+        while True:
+            open_to = [i for i, cost in enumerate(self.costs) if goal[i] and cost <= rest]
+            if not open_to:
+                return counts
+            furthest = min(open_to, key=lambda i: counts[i] / goal[i])
+            counts[furthest] += 1
+            rest -= self.costs[furthest]
+
+    def _largest(self, limit: int, counts_of: CountsOf) -> int:
+        """The largest length ≤ limit whose counts can be paid for; they grow with it, so bisect."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.price(counts_of(middle)) <= self.total
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
     def _too_small(self, max_model_len: int) -> CapacityError:
         option = "kv_cache_memory" if self.unit == "bytes" else "num_kv_blocks"
-        longest = self.longest(max_model_len)
+        longest, needed = self.longest(max_model_len), self.cost(max_model_len)
+        policy = " and ".join(dict.fromkeys(group.config.key for group in self.groups))
         fits = f"max_model_len={longest}, or " if longest else ""
         return CapacityError(
-            f"max_model_len={max_model_len} needs {self.cost(max_model_len)} {self.unit} of KV"
-            f" cache as {self.kv.key} but {option} is {self.total}; give {fits}"
-            f"{option}={self.cost(max_model_len)}, or a smaller kv_cache_dtype"
+            f"max_model_len={max_model_len} needs {needed} {self.unit} of KV cache as {policy} "
+            f"but {option} is {self.total}; give {fits}{option}={needed}, or a smaller "
+            "kv_cache_dtype"
         )
 
 
 def plan_kv_pools(
+    groups: Sequence[KVGroup],
+    open_block_bytes: Sequence[int],
+    sealed_block_bytes: Sequence[int],
     *,
-    kv: KVCacheConfig,
     max_model_len: int,
     max_num_seqs: int,
-    open_block_bytes: int,
-    sealed_block_bytes: int,
     kv_cache_memory_bytes: int | None = None,
     num_kv_blocks: int | None = None,
-) -> KVPools:
-    """Split a byte budget, or a number of blocks of either kind, into the two pools.
+    lookahead_tokens: int = 0,
+) -> tuple[KVPoolSize, ...]:
+    """Split a byte budget, or a number of blocks of any kind, into the pools of each group.
 
-    With neither given: what max_num_seqs requests of max_model_len need, at most 2 GiB.
+    open_block_bytes, sealed_block_bytes: of a block, per group. With neither budget given: what
+    max_num_seqs requests of max_model_len need, at most 2 GiB.
     """
     if kv_cache_memory_bytes is not None and num_kv_blocks is not None:
         raise UsageError("give kv_cache_memory or num_kv_blocks, not both", param="num_kv_blocks")
-    if num_kv_blocks is not None:
-        budget = KVBudget(kv=kv, total=num_kv_blocks, open_cost=1, sealed_cost=1, unit="blocks")
-        return budget.split(max_model_len, max_num_seqs)
-    total = DEFAULT_KV_CACHE_BYTES if kv_cache_memory_bytes is None else kv_cache_memory_bytes
+    pairs = zip(open_block_bytes, sealed_block_bytes, strict=True)
     budget = KVBudget(
-        kv=kv, total=total, open_cost=open_block_bytes, sealed_cost=max(sealed_block_bytes, 1)
+        groups=tuple(groups),
+        costs=tuple(cost for pair in pairs for cost in pair),
+        total=DEFAULT_KV_CACHE_BYTES if kv_cache_memory_bytes is None else kv_cache_memory_bytes,
+        lookahead_tokens=lookahead_tokens,
     )
-    if kv_cache_memory_bytes is None:
-        full = max_num_seqs * budget.cost(max_model_len)
-        full += (kv.residual_blocks + 1) * open_block_bytes
-        budget = KVBudget(
-            kv=kv,
-            total=min(total, full),
-            open_cost=budget.open_cost,
-            sealed_cost=budget.sealed_cost,
-        )
+    if num_kv_blocks is not None:
+        ones = (1,) * len(budget.costs)
+        budget = replace(budget, costs=ones, total=num_kv_blocks, unit="blocks")
+    elif kv_cache_memory_bytes is None:
+        full = budget.full(max_model_len, max_num_seqs)
+        budget = replace(budget, total=min(budget.total, full))
     return budget.split(max_model_len, max_num_seqs)
+
+
+def sequences_held(
+    groups: Sequence[KVGroup],
+    open_block_bytes: Sequence[int],
+    sealed_block_bytes: Sequence[int],
+    *,
+    num_bytes: int,
+    num_tokens: int,
+) -> int:
+    """How many sequences of num_tokens computed tokens num_bytes hold: sinks, residual and tail
+    at an open block's bytes, the rest at a sealed one's.
+    """
+    each = 0
+    sizes = zip(groups, open_block_bytes, sealed_block_bytes, strict=True)
+    for group, open_bytes, sealed_bytes in sizes:
+        num_open, num_sealed = group.blocks_held(num_tokens)
+        each += num_open * open_bytes + num_sealed * sealed_bytes
+    return num_bytes // each
+
+
+def _pool_sizes(counts: Counts) -> tuple[KVPoolSize, ...]:
+    pairs = zip(counts[::2], counts[1::2], strict=True)
+    return tuple(KVPoolSize(num_open_blocks=a, num_sealed_blocks=b) for a, b in pairs)

@@ -167,11 +167,7 @@ class Scheduler:
 
         Not a reservation: it only keeps a newcomer from being preempted at once.
         """
-        needs = [self.blocks.blocks_for(r.num_tokens + 1) for r in entry]
-        return (
-            sum(num_open for num_open, _ in needs) <= self.blocks.open_pool.num_free
-            and sum(num_sealed for _, num_sealed in needs) <= self.blocks.sealed_pool.num_free
-        )
+        return self.blocks.fit_now([r.num_tokens + 1 for r in entry])
 
     def _chunk(self, step: ScheduledStep, request: Request, wanted: int) -> int:
         """How many of `wanted` tokens the step's budget admits; 0 for none."""
@@ -200,7 +196,7 @@ class Scheduler:
 
     def _allocate(self, request: Request, num_tokens: int) -> int:
         """Get blocks for num_tokens, else for a chunk that ends with the current block, else 0."""
-        start, size = request.num_computed_tokens, self.blocks.config.block_size
+        start, size = request.num_computed_tokens, self.blocks.block_size
         to_block_end = size - start % size
         for chunk in (num_tokens, min(num_tokens, to_block_end)):
             if self.blocks.allocate(request.sequence_id, start + chunk):

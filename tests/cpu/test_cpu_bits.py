@@ -72,7 +72,7 @@ def test_r28_r03_threads_and_neighbours_change_no_bit(folder: Path, threads: int
     solo = run_chunks(load(folder), PROMPT, [LENGTH])
     executor = load(folder, threads=threads)
     ids = fresh_pools(executor, 120)
-    tables = [SequenceTables(INT4, ids) for _ in range(14)]
+    tables = [SequenceTables(ids) for _ in range(14)]
     first = [tables[i].slice(PROMPT[: 60 + i], 0, 0) for i in range(13)]
     executor.execute(StepBatch(first))
     counts = [6 if i % 2 else 1 for i in range(13)]
@@ -116,7 +116,7 @@ def test_x07_a_nearly_full_pool_gives_the_same_bits(folder: Path, dtype: str, is
     expected = run_chunks(executor, PROMPT, [LENGTH])
     ids = fresh_pools(executor, 384)
     for start in range(0, 65 * 20, 20):  # 5 blocks each, 325 of 384
-        other = SequenceTables(executor.kv_config, ids)
+        other = SequenceTables(ids)
         executor.execute(StepBatch([other.slice(TOKENS[start : start + 75], 0, 1)]))
     assert torch.equal(run_chunks(executor, PROMPT, [30, LENGTH], ids), expected)
 
@@ -138,9 +138,8 @@ def test_p5_a_neighbours_nan_stays_its_own(act: str, isa: str, tmp_path: Path) -
     sick = [*well[:9], 255, *well[10:]]
     solo = run_chunks(executor, well, [LENGTH])
     assert solo.isfinite().all()
-    executor.allocate_kv(64, 64)
     ids = fresh_pools(executor)
-    tables = [SequenceTables(INT4, ids) for _ in range(3)]
+    tables = [SequenceTables(ids) for _ in range(3)]
     rows: list[Tensor] = []
     for low, high in ((0, 40), (40, 41), (41, LENGTH)):
         texts = (well, sick, well)
@@ -150,8 +149,8 @@ def test_p5_a_neighbours_nan_stays_its_own(act: str, isa: str, tmp_path: Path) -
         assert torch.equal(row[0], solo[position])
         assert torch.equal(row[2], solo[position])
         assert not row[1].isfinite().all()
-    for block in tables[1].open.values():
-        ids.give_open(block)
+    for block in tables[1].groups[0].open.values():
+        ids[0].give_open(block)
     assert torch.equal(run_chunks(executor, well, [20, LENGTH], ids), solo)
 
 

@@ -24,7 +24,7 @@ from qdeploy.runtime.executors.cpu_model import _warn_if_dense
 from qdeploy.runtime.llm import LLM
 from qdeploy_kernels.cpu import library
 from qdeploy_kernels.cpu.fusion import pack_matrix
-from tables import run_chunks
+from tables import pool_sizes, run_chunks
 from tiny_models import tiny_checkpoint
 
 KV = KVCacheConfig(dtype="int4", block_size=16)
@@ -130,18 +130,18 @@ def test_llm_takes_act(folder: Path) -> None:
 
 def test_exact_activations_hold_open_blocks_in_float32(folder: Path, executor: CpuExecutor) -> None:
     exact = load_executor(folder, backend="cpu", act="fp32", kv_config=KV)
-    assert exact.open_block_bytes == 2 * executor.open_block_bytes
-    assert executor.open_block_bytes == 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, …
-    assert exact.sealed_block_bytes == executor.sealed_block_bytes > 0
-    assert executor.with_kv(replace(KV, dtype="bf16")).sealed_block_bytes == 0
+    assert exact.open_block_bytes[0] == 2 * executor.open_block_bytes[0]
+    assert executor.open_block_bytes[0] == 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, …
+    assert exact.sealed_block_bytes == executor.sealed_block_bytes > (0,)
+    assert executor.with_kv(replace(KV, dtype="bf16")).sealed_block_bytes == (0,)
 
 
 def piece(**changes: object) -> SequenceSlice:
     fields = {
         "token_ids": [1, 2],
         "start": 0,
-        "open_blocks": [0],
-        "sealed_blocks": [-1],
+        "open_blocks": [[0]],
+        "sealed_blocks": [[-1]],
         "num_logits": 1,
     }
     return SequenceSlice(**(fields | changes))  # type: ignore[arg-type]
@@ -152,12 +152,12 @@ WRONG = {
     "negative token": {"token_ids": [1, -1]},
     "start": {"start": -1},
     "logits": {"num_logits": 3},
-    "open id": {"open_blocks": [8]},
-    "sealed id": {"token_ids": [1] * 17, "open_blocks": [0, 1], "sealed_blocks": [8, -1]},
-    "no open id": {"open_blocks": [-1]},
-    "no place for a full block": {"token_ids": [1] * 16, "open_blocks": [-1]},
+    "open id": {"open_blocks": [[8]]},
+    "sealed id": {"token_ids": [1] * 17, "open_blocks": [[0, 1]], "sealed_blocks": [[8, -1]]},
+    "no open id": {"open_blocks": [[-1]]},
+    "no place for a full block": {"token_ids": [1] * 16, "open_blocks": [[-1]]},
     "short table": {"start": 16},
-    "uneven tables": {"sealed_blocks": []},
+    "uneven tables": {"sealed_blocks": [[]]},
     "no tokens": {"token_ids": [], "num_logits": 0},
 }
 
@@ -167,7 +167,7 @@ def test_malformed_steps_are_errors_and_nothing_is_written(
     executor: CpuExecutor, fault: str
 ) -> None:
     mine = executor.with_kv(KV)
-    mine.allocate_kv(8, 8)
+    mine.allocate_kv(pool_sizes(mine, 8, 8))
     with pytest.raises(RuntimeError, match=r"\w+ \w+"):
         mine.execute(StepBatch([piece(**WRONG[fault])]))
     assert mine.execute(StepBatch([piece()])).isfinite().all()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVPoolSize
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.cpu import CpuExecutor, _LogitsMemory
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from qdeploy.errors import CapacityError
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVPoolSize
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.executors import load_executor
 
@@ -35,10 +37,10 @@ def load(threads):
 def step(count):
     blocks = list(range(-(-count // 64)))
     return StepBatch([SequenceSlice(
-        token_ids=[1] * count, start=0, open_blocks=blocks, sealed_blocks=[-1] * len(blocks))])
+        token_ids=[1] * count, start=0, open_blocks=[blocks], sealed_blocks=[[-1] * len(blocks)])])
 
 executor = load(3)
-executor.allocate_kv(100, 0)
+executor.allocate_kv([KVPoolSize(num_open_blocks=100, num_sealed_blocks=0)])
 """
 AT_EXIT = """
 def work():
@@ -124,7 +126,7 @@ def test_memory_for_logits_is_taken_while_no_other_thread_may(
 ) -> None:
     """Else two threads that share an executor can both find it free."""
     executor = load(folder)
-    executor.allocate_kv(1, 0)
+    executor.allocate_kv([KVPoolSize(num_open_blocks=1, num_sealed_blocks=0)])
     held: list[bool] = []
     take = _LogitsMemory.take
 
@@ -133,7 +135,7 @@ def test_memory_for_logits_is_taken_while_no_other_thread_may(
         return take(self, rows, stride)
 
     monkeypatch.setattr(_LogitsMemory, "take", watched)
-    piece = SequenceSlice(token_ids=[1], start=0, open_blocks=[0], sealed_blocks=[-1])
+    piece = SequenceSlice(token_ids=[1], start=0, open_blocks=[[0]], sealed_blocks=[[-1]])
     executor.execute(StepBatch([piece]))
     assert held == [True]
 
@@ -145,7 +147,7 @@ def resident_bytes() -> int:
 def test_decoding_at_long_contexts_needs_little_memory(folder: Path) -> None:
     """Partial results of 250 splits are as many as there are queries, not as a tile could have."""
     executor = load(folder, threads=16)
-    executor.allocate_kv(2031, 0)
+    executor.allocate_kv([KVPoolSize(num_open_blocks=2031, num_sealed_blocks=0)])
     shared, start = list(range(1999)), 2000 * 64 - 1
 
     def decode(count: int, start: int) -> Tensor:
@@ -153,8 +155,8 @@ def test_decoding_at_long_contexts_needs_little_memory(folder: Path) -> None:
             SequenceSlice(
                 token_ids=[1],
                 start=start,
-                open_blocks=[*shared[: start // 64], 2000 + i],
-                sealed_blocks=[-1] * (start // 64 + 1),
+                open_blocks=[[*shared[: start // 64], 2000 + i]],
+                sealed_blocks=[[-1] * (start // 64 + 1)],
             )
             for i in range(count)
         ]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Silent
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
@@ -43,32 +44,37 @@ def executor_of(model: PreTrainedModel, config: KVCacheConfig) -> ReferenceExecu
 
 
 def piece(
-    config: KVCacheConfig, ids: Sequence[int], start: int, end: int, base: int = 0
+    executor: ReferenceExecutor, ids: Sequence[int], start: int, end: int, base: int = 0
 ) -> SequenceSlice:
-    """Positions start … end − 1, logical block b under pool id base + b in both pools.
-
-    A block has an open id only if a query of this or a later step reads it open, and was either
-    begun before the step or is needed after it; a sealed id once it is full.
-    """
-    size = config.block_size
-    first, last = start // size, end // size
-    blocks = range(-(-end // size))
-    open_now = {
-        b
-        for b in blocks
-        if not config.reads_sealed(b, last)
-        or (b * size < start and not config.reads_sealed(b, first))
-    }
-    sealed = {
-        b for b in blocks if config.seals and b >= config.sink_blocks and (b + 1) * size <= end
-    }
+    """Positions start … end − 1, logical block b under pool id base + b in all pools."""
+    tables = [_tables(group, start, end, base) for group in executor.kv_groups]
     return SequenceSlice(
         token_ids=ids[start:end],
         start=start,
-        open_blocks=[base + b if b in open_now else -1 for b in blocks],
-        sealed_blocks=[base + b if b in sealed else -1 for b in blocks],
+        open_blocks=[opened for opened, _ in tables],
+        sealed_blocks=[sealed for _, sealed in tables],
         num_logits=end - start,
     )
+
+
+def _tables(group: KVGroup, start: int, end: int, base: int) -> tuple[list[int], list[int]]:
+    """A block has an open id only if a query of this or a later step reads it open, and was either
+    begun before the step or is needed after it; a sealed id once it is full; none before the
+    window.
+    """
+    config, size = group.config, group.config.block_size
+    first, last = start // size, end // size
+    blocks = range(-(-end // size))
+    seen = range(group.first_block(start), len(blocks))
+    open_now = {
+        b
+        for b in seen
+        if not config.reads_sealed(b, last)
+        or (b * size < start and not config.reads_sealed(b, first))
+    }
+    sealed = {b for b in seen if config.seals and b >= config.sink_blocks and (b + 1) * size <= end}
+    opened, packed = ([base + b if b in ids else -1 for b in blocks] for ids in (open_now, sealed))
+    return opened, packed
 
 
 def logits_in_chunks(
@@ -77,7 +83,7 @@ def logits_in_chunks(
     """Logits [len(ids) − start, vocab] of the steps that end at `bounds`; KV is kept before."""
     parts = []
     for end in bounds:
-        batch = StepBatch([piece(executor.kv_config, ids, start, end)])
+        batch = StepBatch([piece(executor, ids, start, end)])
         parts.append(executor.execute(batch))
         start = end
     return torch.cat(parts)

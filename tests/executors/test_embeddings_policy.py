@@ -20,6 +20,7 @@ from qdeploy.quantization.scheme import QuantizedLinear
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.reference import ReferenceExecutor
 from qdeploy.runtime.executors.weights import WeightSource
+from tables import pool_sizes
 from tiny_models import tiny_checkpoint
 
 FOUR = EmbeddingsRecord(bits=4, group_size=64, symmetric=True)
@@ -49,7 +50,7 @@ def edit_tensors(folder: Path, changes: dict[str, Tensor]) -> None:
 def logits(folder: Path) -> Tensor:
     executor = load_executor(folder, backend="reference", kv_config=KVCacheConfig(block_size=16))
     assert isinstance(executor, ReferenceExecutor)
-    executor.allocate_kv(4, 0)
+    executor.allocate_kv(pool_sizes(executor, 4, 0))
     return logits_in_chunks(executor, list(range(40, 90)), chunks(50, 20))
 
 

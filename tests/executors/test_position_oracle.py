@@ -14,6 +14,7 @@ from kivi_oracle import seal_group, seal_group_e4m3
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.kivi import BITS
 from qdeploy.runtime.executors.reference import ReferenceExecutor
+from tables import pool_sizes
 from tiny_models import VOCAB_SIZE, tiny_model
 
 HEADS, KV_HEADS, DIM, EPS = 4, 2, 16, 1e-6
@@ -29,8 +30,7 @@ class Sealed:
 
     def __init__(self, executor: ReferenceExecutor) -> None:
         self.blocks: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        pools = executor._pools
-        assert pools is not None
+        (pools,) = executor._pools
         seal = pools.seal
 
         def recording(block: int, layer: int, k: Tensor, v: Tensor) -> None:
@@ -118,7 +118,7 @@ def test_agrees_with_one_query_at_a_time(dtype: str, sink: int, residual: int) -
     config = KVCacheConfig(dtype=dtype, block_size=16, sink_blocks=sink, residual_blocks=residual)
     model = tiny_model("llama")
     executor = executor_of(model, config)
-    executor.allocate_kv(10, 10)
+    executor.allocate_kv(pool_sizes(executor, 10, 10))
     ids = torch.randint(0, VOCAB_SIZE, (71,), generator=torch.Generator().manual_seed(1)).tolist()
     sealed = Sealed(executor)
     actual = logits_in_chunks(executor, ids, [13, 40, 71])

@@ -16,6 +16,7 @@ from qdeploy.models.spec import spec_from_config
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.tokenizer import Tokenizer
+from tables import pool_sizes
 from tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_config, tiny_model
 
 LLAMA3 = {
@@ -51,7 +52,7 @@ def test_logits_equal_transformers(arch: str, overrides: dict[str, Any]) -> None
     with torch.no_grad():
         expected = model(ids[None]).logits[0]
     executor = executor_of(model, KVCacheConfig(block_size=16))
-    executor.allocate_kv(6, 0)
+    executor.allocate_kv(pool_sizes(executor, 6, 0))
     actual = logits_in_chunks(executor, ids.tolist(), [33, 90])
     assert (actual - expected).abs().max() <= 1e-4
     assert expected.abs().max() > 1  # random weights large enough that a mistake shows

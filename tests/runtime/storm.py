@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.block_manager import blocks_for_tokens
+from qdeploy.kv.groups import KVGroup
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
 
@@ -105,8 +105,8 @@ def ride(storm: Storm, engine: Engine) -> dict[tuple[str, int], Outcome]:
     return found
 
 
-def storm_config(storm: Storm) -> EngineConfig:
-    smallest = sum(blocks_for_tokens(storm.kv, storm.max_model_len))
+def storm_config(storm: Storm, groups: Sequence[KVGroup]) -> EngineConfig:
+    smallest = sum(sum(group.blocks_for_tokens(storm.max_model_len)) for group in groups)
     budget = storm.max_num_batched_tokens if storm.chunked else storm.max_model_len
     return EngineConfig(
         kv=storm.kv,
@@ -122,12 +122,12 @@ def assert_equals_solo(
     storm: Storm, make_engine: Callable[[EngineConfig], Engine]
 ) -> tuple[int, int]:
     """Every request's tokens are those of its solo run. Returns (compared, preemptions)."""
-    engine = make_engine(storm_config(storm))
-    outcomes = ride(storm, engine)
     roomy = EngineConfig(
         kv=storm.kv, max_model_len=storm.max_model_len, max_num_batched_tokens=storm.max_model_len
     )
     solo = make_engine(roomy)
+    engine = make_engine(storm_config(storm, solo.executor.kv_groups))
+    outcomes = ride(storm, engine)
     for i, arrival in enumerate(storm.arrivals):
         # Same request id, since it seeds requests without a seed.
         expected = solo_run(solo, f"r{i}", arrival)

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.block_manager import BlockManager, blocks_for_tokens
+from qdeploy.kv.groups import KVGroup, KVPoolSize
+from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.block_pool import BlockPool
 
 SIZE = 8
+
+
+def manager(kv: KVCacheConfig, num_open: int, num_sealed: int) -> BlockManager:
+    size = KVPoolSize(num_open_blocks=num_open, num_sealed_blocks=num_sealed)
+    return BlockManager([KVGroup(layers=(0,), config=kv)], [size])
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -35,18 +41,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.kv = KVCacheConfig(
             dtype=dtype, block_size=SIZE, sink_blocks=sink, residual_blocks=residual
         )
-        self.blocks = BlockManager(self.kv, num_open_blocks=num_open, num_sealed_blocks=num_sealed)
+        self.blocks = manager(self.kv, num_open, num_sealed)
 
     @precondition(lambda self: hasattr(self, "blocks"))
     @rule(name=st.sampled_from("abc"), tokens=st.integers(1, 3 * SIZE))
     def allocate(self, name: str, tokens: int) -> None:
         if name in self.step:
             return
-        before = (self.blocks.open_pool.num_free, self.blocks.sealed_pool.num_free)
+        (group,) = self.blocks.groups
+        before = (group.open_pool.num_free, group.sealed_pool.num_free)
         end = self.lengths.get(name, 0) + tokens
         need = self.need(self.lengths.get(name, 0), end)
         granted = self.blocks.allocate(name, end)
-        after = (self.blocks.open_pool.num_free, self.blocks.sealed_pool.num_free)
+        after = (group.open_pool.num_free, group.sealed_pool.num_free)
         assert granted == (need[0] <= before[0] and need[1] <= before[1])
         used = (before[0] - after[0], before[1] - after[1])
         assert used == (need if granted else (0, 0))
@@ -76,10 +83,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for name, table in self.blocks.tables.items():
             start = self.lengths.get(name, 0)
             end = self.step.get(name, start)
-            assert table.ids() == (tuple(table.open_blocks), tuple(table.sealed_blocks))
+            (part,) = table.groups
+            assert table.ids() == ((tuple(part.open_blocks),), (tuple(part.sealed_blocks),))
             held = self.open_after(start) | self.open_after(end)
-            assert {b for b, i in enumerate(table.open_blocks) if i >= 0} == held
-            assert {b for b, i in enumerate(table.sealed_blocks) if i >= 0} == self.sealed_by(end)
+            assert {b for b, i in enumerate(part.open_blocks) if i >= 0} == held
+            assert {b for b, i in enumerate(part.sealed_blocks) if i >= 0} == self.sealed_by(end)
 
     def open_after(self, end: int) -> set[int]:
         """Blocks with tokens that some query at a position ≥ end reads open (by enumeration)."""
@@ -108,13 +116,14 @@ def test_blocks_for_tokens_is_exactly_the_peak_of_decoding(
     dtype: str, sink: int, residual: int
 ) -> None:
     kv = KVCacheConfig(dtype=dtype, block_size=SIZE, sink_blocks=sink, residual_blocks=residual)
-    blocks = BlockManager(kv, num_open_blocks=99, num_sealed_blocks=99)
+    blocks = manager(kv, 99, 99)
+    (group,) = blocks.groups
     peak = 0
     for end in range(1, 8 * SIZE):
         assert blocks.allocate("a", end)
-        peak = max(peak, blocks.open_pool.num_used)
+        peak = max(peak, group.open_pool.num_used)
         blocks.commit("a", end)
-        assert (peak, blocks.sealed_pool.num_used) == blocks_for_tokens(kv, end)
+        assert (peak, group.sealed_pool.num_used) == group.group.blocks_for_tokens(end)
 
 
 def test_pool_counts_holders() -> None:
@@ -132,7 +141,7 @@ def test_pool_counts_holders() -> None:
 
 
 def test_integrity_check_sees_a_leak() -> None:
-    blocks = BlockManager(KVCacheConfig(), num_open_blocks=4, num_sealed_blocks=0)
+    blocks = manager(KVCacheConfig(), 4, 0)
     blocks.allocate("a", 3)
     del blocks.tables["a"]
     with pytest.raises(AssertionError, match="disagree"):

@@ -1,48 +1,55 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.block_manager import blocks_for_tokens
-from qdeploy.runtime.kv_budget import KVPools, plan_kv_pools
+from qdeploy.kv.groups import KVGroup, KVPoolSize
+from qdeploy.runtime.kv_budget import plan_kv_pools
+
+OPEN, SEALED = 16_000, 4_500
 
 
-def plan(dtype: str = "int4", **changes: int | None) -> KVPools:
-    options: dict[str, int | None] = {
-        "max_model_len": 1024,
-        "max_num_seqs": 4,
-        "open_block_bytes": 16_000,
-        "sealed_block_bytes": 4_500,
-    }
-    return plan_kv_pools(kv=KVCacheConfig(dtype=dtype), **(options | changes))
+def group(dtype: str, **changes: int) -> KVGroup:
+    return KVGroup(layers=(0,), config=KVCacheConfig(dtype=dtype, **changes))  # type: ignore[arg-type]
+
+
+def plan(dtype: str = "int4", *, sealed: int = SEALED, **changes: Any) -> KVPoolSize:
+    options = {"max_model_len": 1024, "max_num_seqs": 4} | changes
+    (pools,) = plan_kv_pools([group(dtype)], [OPEN], [sealed], **options)
+    return pools
 
 
 def test_split_is_exact() -> None:
-    pools = plan(kv_cache_memory_bytes=1_000_000)
-    assert pools.num_open_blocks == 4 * 2 + 1  # sink + tail each, one filling
-    assert pools.num_sealed_blocks == (1_000_000 - 9 * 16_000) // 4_500
+    """Four sequences of 1,024 tokens, the spare, and four prefixes at rest; then block by block."""
+    num_bytes = 4 * (2 * OPEN + 15 * SEALED) + 2 * OPEN + 4 * (OPEN + 15 * SEALED)
+    pools = plan(kv_cache_memory_bytes=num_bytes)
+    assert pools == KVPoolSize(num_open_blocks=14, num_sealed_blocks=120)
+    pools = plan(kv_cache_memory_bytes=num_bytes + 5 * SEALED + 1)
+    assert pools == KVPoolSize(num_open_blocks=14, num_sealed_blocks=125)
 
 
 def test_bf16_is_all_open() -> None:
-    assert plan("bf16", kv_cache_memory_bytes=1_000_000) == KVPools(
+    assert plan("bf16", sealed=0, kv_cache_memory_bytes=1_000_000) == KVPoolSize(
         num_open_blocks=62, num_sealed_blocks=0
     )
 
 
 def test_r27_blocks_scale_with_real_bytes() -> None:
-    full = plan("bf16", kv_cache_memory_bytes=1_000_000).num_open_blocks
-    eight = plan("int8", kv_cache_memory_bytes=1_000_000, sealed_block_bytes=8_500)
+    full = plan("bf16", sealed=0, kv_cache_memory_bytes=1_000_000).num_open_blocks
+    eight = plan("int8", sealed=8_500, kv_cache_memory_bytes=1_000_000)
     four = plan("int4", kv_cache_memory_bytes=1_000_000)
     assert full < eight.num_sealed_blocks < four.num_sealed_blocks
-    assert four.num_sealed_blocks > 1.8 * eight.num_sealed_blocks
+    assert four.num_sealed_blocks > 1.6 * eight.num_sealed_blocks
 
 
 def test_r27_a_length_that_fits_only_quantized() -> None:
     with pytest.raises(CapacityError, match=r"max_model_len=2048 needs 512000 bytes .* as bf16"):
-        plan("bf16", kv_cache_memory_bytes=300_000, max_model_len=2048)
+        plan("bf16", sealed=0, kv_cache_memory_bytes=300_000, max_model_len=2048)
     assert plan("int4", kv_cache_memory_bytes=300_000, max_model_len=2048)
 
 
@@ -57,13 +64,18 @@ def test_r27_a_length_that_fits_only_quantized() -> None:
 def test_the_longest_request_fits_or_the_error_names_one_that_does(
     total: int, length: int, seqs: int, dtype: str, sink: int, residual: int
 ) -> None:
-    kv = KVCacheConfig(dtype=dtype, sink_blocks=sink, residual_blocks=residual)
-    costs = {"open_block_bytes": 16_000, "sealed_block_bytes": 4_500, "max_num_seqs": seqs}
+    one = group(dtype, sink_blocks=sink, residual_blocks=residual)
+    costs = [OPEN], [SEALED if dtype == "int4" else 0]
 
-    def attempt(max_model_len: int) -> KVPools:
-        return plan_kv_pools(
-            kv=kv, max_model_len=max_model_len, kv_cache_memory_bytes=total, **costs
+    def attempt(max_model_len: int) -> KVPoolSize:
+        (pools,) = plan_kv_pools(
+            [one],
+            *costs,
+            max_model_len=max_model_len,
+            max_num_seqs=seqs,
+            kv_cache_memory_bytes=total,
         )
+        return pools
 
     try:
         pools = attempt(length)
@@ -80,17 +92,17 @@ def test_the_longest_request_fits_or_the_error_names_one_that_does(
         with pytest.raises(CapacityError):
             attempt(longest + 1)
         return
-    need = blocks_for_tokens(kv, length)
-    assert pools.num_open_blocks >= need[0]
-    assert pools.num_sealed_blocks >= need[1]
-    used = pools.num_open_blocks * 16_000 + pools.num_sealed_blocks * 4_500
-    assert used <= total < used + 16_000
+    num_open, num_sealed = one.blocks_for_tokens(length)
+    assert pools.num_open_blocks >= num_open
+    assert pools.num_sealed_blocks >= num_sealed
+    used = pools.num_open_blocks * OPEN + pools.num_sealed_blocks * SEALED
+    assert used <= total < used + OPEN
 
 
-def test_num_kv_blocks_counts_both_pools() -> None:
+def test_num_kv_blocks_counts_all_pools() -> None:
     pools = plan(num_kv_blocks=40)
     assert pools.num_open_blocks + pools.num_sealed_blocks == 40
-    assert plan(num_kv_blocks=17) == KVPools(num_open_blocks=2, num_sealed_blocks=15)
+    assert plan(num_kv_blocks=17) == KVPoolSize(num_open_blocks=2, num_sealed_blocks=15)
     with pytest.raises(CapacityError, match="num_kv_blocks=17"):
         plan(num_kv_blocks=16)
     with pytest.raises(UsageError, match="not both"):
@@ -99,6 +111,6 @@ def test_num_kv_blocks_counts_both_pools() -> None:
 
 def test_default_holds_every_sequence_at_full_length() -> None:
     pools = plan()
-    need = blocks_for_tokens(KVCacheConfig(dtype="int4"), 1024)
-    assert pools.num_open_blocks >= 4 * need[0]
-    assert pools.num_sealed_blocks >= 4 * need[1]
+    num_open, num_sealed = group("int4").blocks_for_tokens(1024)
+    assert pools.num_open_blocks >= 4 * num_open
+    assert pools.num_sealed_blocks >= 4 * num_sealed

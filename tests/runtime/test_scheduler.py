@@ -7,7 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.block_manager import BlockManager, blocks_for_tokens
+from qdeploy.kv.groups import KVGroup, KVPoolSize
+from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.request import Request, RequestStatus
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import Scheduler
@@ -33,8 +34,10 @@ def scheduler(
     kv: KVCacheConfig | None = None, *, extra: int = 0, seqs: int = 4, tokens: int = 16
 ) -> Scheduler:
     kv = kv or KVCacheConfig(dtype="int4", block_size=8)
-    num_open, num_sealed = blocks_for_tokens(kv, LONGEST)
-    blocks = BlockManager(kv, num_open_blocks=num_open + extra, num_sealed_blocks=num_sealed)
+    group = KVGroup(layers=(0,), config=kv)
+    num_open, num_sealed = group.blocks_for_tokens(LONGEST)
+    size = KVPoolSize(num_open_blocks=num_open + extra, num_sealed_blocks=num_sealed)
+    blocks = BlockManager([group], [size])
     return Scheduler(blocks, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
@@ -124,8 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.step()
         assert not self.alive, "the scheduler doesn't terminate"
-        assert self.scheduler.blocks.open_pool.num_used == 0
-        assert self.scheduler.blocks.sealed_pool.num_used == 0
+        (blocks,) = self.scheduler.blocks.groups
+        assert blocks.open_pool.num_used == blocks.sealed_pool.num_used == 0
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import uvicorn
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.engine import Engine, EngineConfig
@@ -43,7 +44,8 @@ class AlphabetExecutor:
     def __init__(self, tokenizer: Tokenizer, max_model_len: int = 256) -> None:
         self.spec = SimpleNamespace(vocab_size=tokenizer.vocab_size, max_model_len=max_model_len)
         self.kv_config = KV
-        self.open_block_bytes, self.sealed_block_bytes = 4096, 1152
+        self.kv_groups = (KVGroup(layers=(0,), config=KV),)
+        self.open_block_bytes, self.sealed_block_bytes = (4096,), (1152,)
         self.step_s = 0.0
         self.fail_next: BaseException | None = None
         self.num_steps = 0
@@ -52,7 +54,7 @@ class AlphabetExecutor:
         self._next = dict(zip(ids, [*ids[1:], self._eos], strict=True))
         self._first = ids[0]
 
-    def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
+    def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
         pass
 
     def execute(self, batch: StepBatch) -> Tensor:

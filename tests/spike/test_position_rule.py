@@ -16,6 +16,7 @@ from executors.driving import chunks, executor_of, logits_in_chunks, piece
 from qdeploy.kv.config import KV_DTYPES, KVCacheConfig
 from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.executors.reference import ReferenceExecutor
+from tables import pool_sizes
 from tiny_models import VOCAB_SIZE, tiny_model
 
 POLICIES = [
@@ -41,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 
 def ready(base: ReferenceExecutor, policy: KVCacheConfig) -> tuple[ReferenceExecutor, list[int]]:
     executor = base.with_kv(policy)
-    executor.allocate_kv(40, 40)
+    executor.allocate_kv(pool_sizes(executor, 40, 40))
     generator = torch.Generator().manual_seed(policy.block_size)
     ids = torch.randint(0, VOCAB_SIZE, (IDS[policy.block_size],), generator=generator)
     return executor, ids.tolist()
@@ -52,7 +53,7 @@ def test_chunks_change_no_bit(base: ReferenceExecutor, policy: KVCacheConfig) ->
     executor, ids = ready(base, policy)
     whole = logits_in_chunks(executor, ids, [len(ids)])
     for step in (7, policy.block_size, len(ids)):
-        executor.allocate_kv(40, 40)
+        executor.allocate_kv(pool_sizes(executor, 40, 40))
         again = logits_in_chunks(executor, ids, chunks(len(ids), step))
         assert torch.equal(whole, again), f"chunks of {step}"
 
@@ -64,7 +65,7 @@ def test_threads_change_no_bit(base: ReferenceExecutor, policy: KVCacheConfig) -
     results = []
     for threads, step in ((1, len(ids)), (2, len(ids)), (2, 19)):
         torch.set_num_threads(threads)
-        executor.allocate_kv(40, 40)
+        executor.allocate_kv(pool_sizes(executor, 40, 40))
         results.append(logits_in_chunks(executor, ids, chunks(len(ids), step)))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -74,7 +75,7 @@ def test_threads_change_no_bit(base: ReferenceExecutor, policy: KVCacheConfig) -
 def test_token_by_token_changes_no_bit(base: ReferenceExecutor, policy: KVCacheConfig) -> None:
     executor, ids = ready(base, policy)
     whole = logits_in_chunks(executor, ids, [len(ids)])
-    executor.allocate_kv(40, 40)
+    executor.allocate_kv(pool_sizes(executor, 40, 40))
     assert torch.equal(whole, logits_in_chunks(executor, ids, chunks(len(ids), 1)))
 
 
@@ -84,7 +85,7 @@ def test_prefix_hit_at_every_block_boundary(base: ReferenceExecutor, policy: KVC
     executor, ids = ready(base, policy)
     whole = logits_in_chunks(executor, ids, [len(ids)])
     for hit in range(policy.block_size, len(ids), policy.block_size):
-        executor.allocate_kv(40, 40)
+        executor.allocate_kv(pool_sizes(executor, 40, 40))
         # Stops right at the boundary, so that residual blocks still have their open copies.
         logits_in_chunks(executor, ids, chunks(hit, 23))
         rest = logits_in_chunks(executor, ids, [len(ids)], start=hit)
@@ -95,14 +96,14 @@ def test_prefix_hit_at_every_block_boundary(base: ReferenceExecutor, policy: KVC
 def test_neighbours_change_no_bit(base: ReferenceExecutor, policy: KVCacheConfig) -> None:
     executor, ids = ready(base, policy)
     whole = logits_in_chunks(executor, ids, [len(ids)])
-    executor.allocate_kv(40, 40)
+    executor.allocate_kv(pool_sizes(executor, 40, 40))
     other = ids[::-1]
     half = len(ids) // 2
-    first = piece(policy, other, 0, 3, base=20), piece(policy, ids, 0, half)
-    second = piece(policy, ids, half, len(ids)), piece(policy, other, 3, len(other), base=20)
+    first = piece(executor, other, 0, 3, base=20), piece(executor, ids, 0, half)
+    second = piece(executor, ids, half, len(ids)), piece(executor, other, 3, len(other), base=20)
     a, b = executor.execute(StepBatch(first)), executor.execute(StepBatch(second))
     assert torch.equal(whole, torch.cat((a[3:], b[: len(ids) - half])))
-    executor.allocate_kv(40, 40)
+    executor.allocate_kv(pool_sizes(executor, 40, 40))
     expected = logits_in_chunks(executor, other, [len(other)])
     assert torch.equal(expected, torch.cat((a[:3], b[len(ids) - half :])))
 

@@ -9,19 +9,23 @@ import sys
 import threading
 import weakref
 from array import array
-from ctypes import byref
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_int64, c_uint8, cast
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.formats.checkpoint import Checkpoint
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
-from qdeploy.runtime.batch import StepBatch
+from qdeploy.runtime.batch import BlockIds, StepBatch
+from qdeploy.runtime.executors.base import unallocated
 from qdeploy.runtime.executors.cpu_model import ModelData, checker, pack_model, unsupported
 from qdeploy.runtime.executors.cpu_threads import default_threads
 from qdeploy.runtime.executors.tile_cache import open_tiles
@@ -102,21 +106,21 @@ class CpuExecutor:
             raise RuntimeError(self._library.error())
         # The finalizer holds the model, which therefore outlives its engines.
         weakref.finalize(self, _destroy, cdll.qd_engine_destroy, self._engine, model)
-        self.open_block_bytes: int = cdll.qd_open_block_bytes(self._engine)
-        self.sealed_block_bytes: int = cdll.qd_sealed_block_bytes(self._engine)
+        # All layers are one group without a window: blocks that left one aren't released.
+        layers = tuple(range(model.spec.num_layers))
+        self.kv_groups = (KVGroup(layers=layers, config=kv_config),)
+        self.open_block_bytes: tuple[int, ...] = (cdll.qd_open_block_bytes(self._engine),)
+        self.sealed_block_bytes: tuple[int, ...] = (cdll.qd_sealed_block_bytes(self._engine),)
         self._memory = _LogitsMemory()
         self._stride = model.spec.vocab_size + -model.spec.vocab_size % TILE_ROWS
 
-    def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
+    def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
         """Allocate both pools; drops what they held before."""
-        fits = max(num_open_blocks, num_sealed_blocks) <= _MAX_BLOCKS
+        (size,) = pools
+        fits = max(size.num_open_blocks, size.num_sealed_blocks) <= _MAX_BLOCKS
         allocate = self._library.cdll.qd_kv_allocate
-        if not fits or allocate(self._engine, num_open_blocks, num_sealed_blocks):
-            needed = num_open_blocks * self.open_block_bytes
-            needed += num_sealed_blocks * self.sealed_block_bytes
-            raise CapacityError(
-                f"{needed / 2**30:.1f} GiB of KV cache can't be allocated; lower kv_cache_memory"
-            )
+        if not fits or allocate(self._engine, size.num_open_blocks, size.num_sealed_blocks):
+            raise unallocated(self, pools)
 
     def with_kv(self, kv_config: KVCacheConfig) -> CpuExecutor:
         """A second executor on the same weights and threads, with KV pools of its own."""
@@ -126,12 +130,49 @@ class CpuExecutor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
         arrays = _StepArrays(batch, self.kv_config.block_size)
         with self.model.lock:  # memory, too: two threads must not both find it free
+            self._copy(batch)
             logits = self._memory.take(sum(arrays.num_logits), self._stride)
             step = arrays.struct(logits)
             failed = self._library.cdll.qd_execute(self._engine, byref(step))
         if failed:
             raise RuntimeError(self._library.error())
         return logits[:, : self.spec.vocab_size]
+
+    def read_blocks(self, ids: Sequence[BlockIds]) -> NDArray[np.uint8]:
+        """The packed bytes of blocks, one flat array; see Executor."""
+        (blocks,) = ids
+        with self.model.lock:
+            parts = [
+                self._pool(sealed)[:, list(which)].swapaxes(0, 1).reshape(-1)
+                for sealed, which in enumerate((blocks.open, blocks.sealed))
+                if which
+            ]
+        return np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def write_blocks(self, ids: Sequence[BlockIds], data: NDArray[np.uint8]) -> None:
+        """Put back what `read_blocks` gave."""
+        (blocks,) = ids
+        with self.model.lock:
+            for sealed, which in enumerate((blocks.open, blocks.sealed)):
+                if which:
+                    pool = self._pool(sealed)
+                    size = len(which) * pool.shape[0] * pool.shape[2]
+                    part, data = data[:size], data[size:]
+                    pool[:, list(which)] = part.reshape(len(which), len(pool), -1).swapaxes(0, 1)
+
+    def _copy(self, batch: StepBatch) -> None:
+        for copy in batch.copies:
+            pool = self._pool(sealed=0)
+            pool[:, copy.target] = pool[:, copy.source]
+
+    def _pool(self, sealed: int) -> NDArray[np.uint8]:
+        """A pool's memory, [layers · KV heads, blocks, bytes of a head's block]; not empty."""
+        size = c_int64()
+        memory = self._library.cdll.qd_pool(self._engine, sealed, byref(size))
+        block_bytes = (self.open_block_bytes, self.sealed_block_bytes)[sealed][0]
+        panels = self.spec.num_layers * self.spec.num_kv_heads
+        flat = np.ctypeslib.as_array(cast(memory, POINTER(c_uint8)), (size.value,))
+        return flat.reshape(panels, -1, block_bytes // panels)
 
 
 class _LogitsMemory:
@@ -167,8 +208,8 @@ class _StepArrays:
             table_starts.append(len(opened))
             needed = -(-(piece.start + len(piece.token_ids)) // block_size)
             tokens.extend(piece.token_ids)
-            opened.extend(array("i", piece.open_blocks))
-            sealed.extend(array("i", piece.sealed_blocks))
+            opened.extend(array("i", piece.open_blocks[0]))
+            sealed.extend(array("i", piece.sealed_blocks[0]))
             if len(opened) != len(sealed) or len(opened) - table_starts[-1] < needed:
                 raise RuntimeError(f"the block tables of a slice don't have {needed} entries each")
         self.tokens, self.starts, self.counts = tokens, starts, counts

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVGroup
 from qdeploy.kv.pool import KVPools
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.runtime.batch import SequenceSlice
@@ -22,24 +22,28 @@ QUERY_TILE = 16
 
 
 class SliceAttention:
-    """One slice of one layer. Writes the slice's K/V to the pools while it attends.
+    """One slice of one layer. Writes the slice's K/V to its group's pools while it attends.
 
     kv: [2, kv_heads, num_tokens of all blocks, head_dim], what the current query block reads;
-    zeros where no token stands yet, since a pool block may hold an earlier request's NaN there.
+    zeros where no token stands yet, since a pool block may hold an earlier request's NaN there,
+    and before the window of the slice's first query, whose blocks may be somebody else's by now.
     """
 
     def __init__(
         self,
         spec: DecoderSpec,
-        config: KVCacheConfig,
+        group: KVGroup,
         pools: KVPools,
         layer: int,
         piece: SequenceSlice,
+        tables: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        self.spec, self.config, self.pools = spec, config, pools
+        self.spec, self.config, self.pools = spec, group.config, pools
         self.layer, self.piece = layer, piece
-        self.size = config.block_size
+        self.open_blocks, self.sealed_blocks = tables
+        self.size = group.config.block_size
         self.end = piece.start + len(piece.token_ids)
+        self.oldest = group.first_block(piece.start)
         num_tokens = -(-self.end // self.size) * self.size
         self.kv = torch.zeros((2, spec.num_kv_heads, num_tokens, spec.head_dim))
 
@@ -64,30 +68,31 @@ class SliceAttention:
 
     def _read_context(self, first: int) -> None:
         """Fill kv with what a query in block `first` reads of earlier steps."""
-        sealed = [b for b in range(first) if self.config.reads_sealed(b, first)]
+        context = range(self.oldest, first + 1)
+        sealed = [b for b in context if self.config.reads_sealed(b, first)]
         self._load_sealed(sealed)
-        for block in sorted(set(range(first + 1)) - set(sealed)):
+        for block in sorted(set(context) - set(sealed)):
             low, high = block * self.size, min((block + 1) * self.size, self.piece.start)
             if low < high:
-                held = self._id(self.piece.open_blocks, block, "open")
+                held = self._id(self.open_blocks, block, "open")
                 self.kv[:, :, low:high] = self.pools.read_open(held, self.layer, high - low)
 
     def _load_sealed(self, blocks: list[int]) -> None:
         if not blocks:
             return
-        ids = [self._id(self.piece.sealed_blocks, block, "sealed") for block in blocks]
+        ids = [self._id(self.sealed_blocks, block, "sealed") for block in blocks]
         by_block = self.kv.unflatten(2, (-1, self.size))
         by_block[:, :, blocks] = self.pools.read_sealed(ids, self.layer)
 
     def _reread_sealed(self, block: int) -> None:
         """Queries from `block` on read one more block sealed than those before it."""
         newest = block - 1 - self.config.residual_blocks
-        if newest >= 0 and self.config.reads_sealed(newest, block):
+        if newest >= self.oldest and self.config.reads_sealed(newest, block):
             self._load_sealed([newest])
 
     def _store(self, block: int, low: int, high: int) -> None:
         """Write tokens low … high − 1 of `block` to its pools; a block that is full now seals."""
-        open_id, sealed_id = self.piece.open_blocks[block], self.piece.sealed_blocks[block]
+        open_id, sealed_id = self.open_blocks[block], self.sealed_blocks[block]
         if open_id >= 0:
             offset = low - block * self.size
             self.pools.write_open(open_id, self.layer, offset, self.kv[:, :, low:high])

@@ -6,15 +6,20 @@ bits when the number of rows changes, but the same bits at any place of a tile o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from qdeploy.errors import CapacityError
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import KVPoolSize, kv_groups
 from qdeploy.kv.pool import KVPools, open_block_bytes, sealed_block_bytes
 from qdeploy.models.rope import RopeSpec
 from qdeploy.models.spec import DecoderSpec
-from qdeploy.runtime.batch import SequenceSlice, StepBatch
+from qdeploy.runtime.batch import BlockIds, SequenceSlice, StepBatch
+from qdeploy.runtime.executors.base import unallocated
 from qdeploy.runtime.executors.paged_attention import SliceAttention
 from qdeploy.runtime.executors.weights import DecoderWeights, LayerWeights, Linear
 from qdeploy_kernels.reference.elementwise import activate, rms_norm, rope_angles, rotate, soft_cap
@@ -31,23 +36,27 @@ class ReferenceExecutor:
         self, spec: DecoderSpec, weights: DecoderWeights, kv_config: KVCacheConfig
     ) -> None:
         self.spec, self.weights, self.kv_config = spec, weights, kv_config
-        self.open_block_bytes = open_block_bytes(spec, kv_config, itemsize=4)
-        self.sealed_block_bytes = sealed_block_bytes(spec, kv_config)
-        self._pools: KVPools | None = None
+        self.kv_groups = kv_groups(spec, kv_config)
+        self.open_block_bytes = tuple(open_block_bytes(spec, g, 4) for g in self.kv_groups)
+        self.sealed_block_bytes = tuple(sealed_block_bytes(spec, g) for g in self.kv_groups)
+        self._group_of = {
+            layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers
+        }
+        self._pools: tuple[KVPools, ...] = ()
         self._frequencies = {
             rope: rope.inverse_frequencies(spec.head_dim) for rope in set(spec.rope)
         }
 
-    def allocate_kv(self, num_open_blocks: int, num_sealed_blocks: int) -> None:
-        """Allocate both pools; drops what they held before."""
+    def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
+        """Allocate every group's pools; drops what they held before."""
+        self._pools = ()
         try:
-            self._pools = KVPools(self.spec, self.kv_config, num_open_blocks, num_sealed_blocks)
+            self._pools = tuple(
+                KVPools(self.spec, group, size)
+                for group, size in zip(self.kv_groups, pools, strict=True)
+            )
         except RuntimeError:
-            needed = num_open_blocks * self.open_block_bytes
-            needed += num_sealed_blocks * self.sealed_block_bytes
-            raise CapacityError(
-                f"{needed / 2**30:.1f} GiB of KV cache can't be allocated; lower kv_cache_memory"
-            ) from None
+            raise unallocated(self, pools) from None
 
     def with_kv(self, kv_config: KVCacheConfig) -> ReferenceExecutor:
         """A second executor on the same weights, with its own, not yet allocated KV pools."""
@@ -56,6 +65,8 @@ class ReferenceExecutor:
     @torch.no_grad()
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
+        for copy in batch.copies:
+            self._pools[copy.group].copy_open(copy.source, copy.target)
         ids = torch.tensor([token for piece in batch.slices for token in piece.token_ids])
         positions = torch.cat(
             [torch.arange(p.start, p.start + len(p.token_ids)) for p in batch.slices]
@@ -66,6 +77,19 @@ class ReferenceExecutor:
             rotation = rotations[self.spec.rope[index]]
             hidden = self._layer(index, layer, hidden, rotation, batch)
         return self._logits(hidden, batch)
+
+    def read_blocks(self, ids: Sequence[BlockIds]) -> NDArray[np.uint8]:
+        """The packed bytes of blocks, one flat array; see Executor."""
+        pairs = zip(self._pools, ids, strict=True)
+        parts = [pools.read_bytes(blocks.open, blocks.sealed) for pools, blocks in pairs]
+        found: NDArray[np.uint8] = torch.cat(parts).numpy()
+        return found
+
+    def write_blocks(self, ids: Sequence[BlockIds], data: NDArray[np.uint8]) -> None:
+        """Put back what `read_blocks` gave."""
+        rest = torch.from_numpy(data)
+        for pools, blocks in zip(self._pools, ids, strict=True):
+            rest = pools.write_bytes(blocks.open, blocks.sealed, rest)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[rows, hidden]: rows are the tokens, padded with zeros to whole tiles."""
@@ -125,9 +149,11 @@ class ReferenceExecutor:
         return _linear(out, layer.linears["self_attn.o_proj"])
 
     def _attend(self, index: int, piece: SequenceSlice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._pools is not None, "allocate_kv comes before execute"
-        attention = SliceAttention(self.spec, self.kv_config, self._pools, index, piece)
-        return attention.run(q, k, v)
+        assert self._pools, "allocate_kv comes before execute"
+        at = self._group_of[index]
+        tables = piece.open_blocks[at], piece.sealed_blocks[at]
+        group, pools = self.kv_groups[at], self._pools[at]
+        return SliceAttention(self.spec, group, pools, index, piece, tables).run(q, k, v)
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate = _linear(x, layer.linears["mlp.gate_proj"])
