@@ -85,21 +85,22 @@ class Slots:
         """Count what the block tables hold now. A block that several share counts once; of a
         block that is held both open and sealed, one copy counts as empty.
         """
-        size, filled = engine.config.kv.block_size, dict[tuple[int, int], int]()
+        size, filled = engine.config.kv.block_size, dict[tuple[int, int, int], int]()
         for request in engine.scheduler.running:
-            if request.sequence_id not in engine.blocks.tables:
+            table = engine.blocks.tables.get(request.sequence_id)
+            if table is None:
                 continue
             computed = request.num_computed_tokens
             self.sequences += 1
             self.tokens += computed
-            table = engine.blocks.tables[request.sequence_id]
-            for at, pair in enumerate(zip(table.open_blocks, table.sealed_blocks, strict=True)):
-                keys = [(pool, block) for pool, block in enumerate(pair) if block >= 0]
-                for key in keys:
-                    filled.setdefault(key, 0)
-                if keys:
-                    last = keys[-1]
-                    filled[last] = max(filled[last], min(size, computed - at * size))
+            for group, columns in enumerate(zip(*table.ids(), strict=True)):
+                for at, pair in enumerate(zip(*columns, strict=True)):
+                    copies = [(group, pool, block) for pool, block in enumerate(pair) if block >= 0]
+                    for copy in copies:
+                        filled.setdefault(copy, 0)
+                    if copies:
+                        tokens = min(size, computed - at * size)
+                        filled[copies[-1]] = max(filled[copies[-1]], tokens)
         self.held += size * len(filled)
         self.filled += sum(filled.values())
 

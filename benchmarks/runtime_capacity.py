@@ -18,7 +18,7 @@ def bits(setup: Setup) -> Iterator[Row]:
     for kv in FORMATS:
         executor = setup.executor.with_kv(KVCacheConfig(dtype=kv))
         elements = 64 * executor.spec.kv_elements_per_token
-        found = 8 * executor.sealed_block_bytes / elements
+        found = 8 * sum(executor.sealed_block_bytes) / elements
         name = setup.name("sealed bits per element", kv)
         yield row(name, found, "bits", 1, found / 16, "16 bits of bf16")
 
@@ -79,4 +79,4 @@ def _room(count: int, length: int, memory: int) -> dict[str, Any]:
 def _bf16_bytes(setup: Setup, length: int) -> int:
     """Bytes of a sequence of `length` tokens that goes on, in bf16."""
     executor = setup.executor.with_kv(KVCacheConfig())
-    return executor.open_block_bytes * (length // executor.kv_config.block_size + 1)
+    return sum(executor.open_block_bytes) * (length // executor.kv_config.block_size + 1)

@@ -143,7 +143,8 @@ def test_as_many_sequences_are_held_as_arithmetic_says(
 ) -> None:
     """128 tokens and more: 3 blocks in bf16; in int8 2 open ones and a sealed one."""
     executor = setup.executor.with_kv(modules.session.KVCacheConfig(dtype="int8"))
-    each = 2 * executor.open_block_bytes + executor.sealed_block_bytes
-    memory = 9 * each + executor.open_block_bytes  # the open one: a step's own
+    (opened,), (sealed,) = executor.open_block_bytes, executor.sealed_block_bytes
+    # Open blocks for a step of its own, and for the sinks of every fourth sequence, once cached.
+    memory = 9 * (2 * opened + sealed) + (1 + 3) * opened
     assert modules.capacity.most_held(setup, "int8", 128, memory) == 9
     assert modules.capacity.most_held(setup, "int8", 128, memory - 1) == 8
