@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from executors.driving import executor_of, logits_in_chunks
 from kivi_oracle import seal_group, seal_group_e4m3
-from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.config import KVCacheConfig, LayerPolicy
 from qdeploy.kv.kivi import BITS
+from qdeploy.kv.pool import KVPools
 from qdeploy.runtime.executors.reference import ReferenceExecutor
 from tables import pool_sizes
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -30,7 +31,10 @@ class Sealed:
 
     def __init__(self, executor: ReferenceExecutor) -> None:
         self.blocks: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        (pools,) = executor._pools
+        for pools in executor._pools:
+            self._record(pools)
+
+    def _record(self, pools: KVPools) -> None:
         seal = pools.seal
 
         def recording(block: int, layer: int, k: Tensor, v: Tensor) -> None:
@@ -69,7 +73,7 @@ def naive_logits(
             for name in "qkv"
         )
         blocks = sealed.blocks.get(layer, [])
-        attended = naive_attention(rotated(q), rotated(k), v, config, blocks)
+        attended = naive_attention(rotated(q), rotated(k), v, config.for_layer(layer), blocks)
         hidden = hidden + attended @ weights[f"{prefix}.self_attn.o_proj.weight"].T
         x = norm(hidden, f"{prefix}.post_attention_layernorm")
         gate = torch.nn.functional.silu(x @ weights[f"{prefix}.mlp.gate_proj.weight"].T)
@@ -115,7 +119,19 @@ def naive_attention(
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "k8v4", "fp8"])
 @pytest.mark.parametrize(("sink", "residual"), [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_agrees_with_one_query_at_a_time(dtype: str, sink: int, residual: int) -> None:
-    config = KVCacheConfig(dtype=dtype, block_size=16, sink_blocks=sink, residual_blocks=residual)
+    check(KVCacheConfig(dtype=dtype, block_size=16, sink_blocks=sink, residual_blocks=residual))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "bf16"])
+def test_every_layer_by_its_own_policy(dtype: str) -> None:
+    layers = (
+        LayerPolicy(layer=2, dtype="k8v4", sink_blocks=2, residual_blocks=0),
+        LayerPolicy(layer=0, dtype="int8", sink_blocks=0, residual_blocks=1),
+    )
+    check(KVCacheConfig(dtype=dtype, block_size=16, layers=layers))
+
+
+def check(config: KVCacheConfig) -> None:
     model = tiny_model("llama")
     executor = executor_of(model, config)
     executor.allocate_kv(pool_sizes(executor, 10, 10))

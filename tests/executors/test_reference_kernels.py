@@ -126,3 +126,17 @@ def test_soft_cap_bounds() -> None:
     x = torch.tensor([-1e6, 0.0, 0.5, 1e6])
     torch.testing.assert_close(soft_cap(x, 30.0), torch.tensor([-30.0, 0.0, 0.49995, 30.0]))
     assert soft_cap(x, None) is x
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_value_that_is_not_seen_spoils_nothing(bad: float, window: int | None) -> None:
+    """0 · NaN is NaN: a draft's NaN must not reach the rows before it, nor one that has left."""
+    q, k, v = random(16, 4, 8), random(2, 32, 8, seed=1), random(2, 32, 8, seed=2)
+    clean = attend_tile(q, k, v, 16, window=window)
+    k[:, 24], v[0, 24, 3] = bad, bad
+    got = attend_tile(q, k, v, 16, window=window)
+    sees = [t for t in range(16) if 16 + t >= 24 and (window is None or 16 + t < 24 + window)]
+    others = [t for t in range(16) if t not in sees]
+    assert torch.equal(got[others], clean[others])
+    assert got[sees].isnan().any(dim=(1, 2)).all()
