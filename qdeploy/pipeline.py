@@ -98,6 +98,7 @@ class _Run:
         self.model, self.out, self.progress = model, out, progress
         self.kv = recipe.kv_cache.config()  # a policy that can't be must fail before the work
         self.folder = open_folder(resolve_model(model, progress))
+        self.kv_bytes_per_token = _kv_bytes_per_token(self.folder.config, self.kv)
         if "quantization_config" in self.folder.config:
             raise UsageError(f"{model} is quantized already; give its unquantized base model")
         self.walk = DecoderWalk(self.folder) if recipe.method != "none" else None
@@ -236,9 +237,7 @@ class _Run:
             layers=self.layers,
             kv_cache=KVCacheRecord.of(self.kv),
             embeddings=self.embeddings,
-            capacity=CapacityRecord(
-                kv_bytes_per_token=_kv_bytes_per_token(self.folder.config, self.kv)
-            ),
+            capacity=CapacityRecord(kv_bytes_per_token=self.kv_bytes_per_token),
             created_by=_versions(),
         )
 
@@ -304,7 +303,10 @@ def _versions() -> dict[str, str]:
 
 
 def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | None:
-    """Stored bytes of one token's K and V; None for a model that the runtime doesn't serve."""
+    """Stored bytes of one token's K and V; None for a model that the runtime doesn't serve.
+
+    UsageError when the policy names a layer that the model hasn't got.
+    """
     try:
         spec = spec_from_config(config)
     except FormatError:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from qdeploy._resources import resource_dir
 from qdeploy.errors import UsageError
-from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.config import KVCacheConfig, LayerPolicy
 from qdeploy.quantization.scheme import QuantScheme
 
 
@@ -18,17 +18,44 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class KVSection(_Section):
-    """The KV-cache policy that the artifact carries."""
+KVDtype = Literal["bf16", "int8", "int4", "k8v4", "fp8"]
 
-    dtype: Literal["bf16", "int8", "int4", "k8v4", "fp8"] = "bf16"
+
+class KVLayerSection(_Section):
+    """What one layer keeps; None: as the section says."""
+
+    dtype: KVDtype | None = None
+    sink_blocks: int | None = None
+    residual_blocks: int | None = None
+
+
+class KVSection(_Section):
+    """The KV-cache policy that the artifact carries.
+
+    layers: by index, a format or a section, e.g. {0: int8, 29: {dtype: bf16}}.
+    """
+
+    dtype: KVDtype = "bf16"
     block_size: int = 64
     sink_blocks: int = 1
     residual_blocks: int = 0
+    layers: dict[int, KVLayerSection] = Field(default_factory=dict)
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _formats_are_sections(cls, layers: Any) -> Any:
+        if not isinstance(layers, dict):
+            return layers
+        return {k: {"dtype": v} if isinstance(v, str) else v for k, v in layers.items()}
 
     def config(self) -> KVCacheConfig:
-        """The runtime's value of this section."""
-        return KVCacheConfig(**self.model_dump())
+        """The runtime's value of this section; UsageError for a policy that can't be."""
+        own = self.model_dump(exclude={"block_size", "layers"})
+        layers = tuple(
+            LayerPolicy(layer=layer, **(own | section.model_dump(exclude_none=True)))
+            for layer, section in self.layers.items()
+        )
+        return KVCacheConfig(block_size=self.block_size, layers=layers, **own)
 
 
 class CalibrationSection(_Section):
@@ -72,6 +99,18 @@ def parse_recipe(data: Any, origin: str) -> Recipe:
         raise UsageError(f"recipe {origin}: {key}: {first['msg']}") from None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """A SafeLoader that refuses a key given twice, which YAML does and PyYAML doesn't."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in seen:
+            if seen.count(key) > 1:
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"{key!r} is given twice in the mapping at line {line}")
+        return super().construct_mapping(node, deep)
+
+
 def recipe_names() -> list[str]:
     """Names of the shipped recipes, sorted."""
     return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
@@ -88,7 +127,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             )
         path = resource_dir("recipes") / f"{name_or_path}.yaml"
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise UsageError(f"recipe {path}: {error.strerror}; give a readable .yaml") from None
     except UnicodeDecodeError:

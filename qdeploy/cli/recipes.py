@@ -22,7 +22,9 @@ def recipes(as_json: Json = False) -> None:
         for name, recipe in loaded.items():
             shape = "sym" if recipe.symmetric else "asym"
             weights = f"W{recipe.bits} {shape}, group {recipe.group_size}"
-            table.add_row(name, recipe.model or "", recipe.method, weights, recipe.kv_cache.dtype)
+            table.add_row(
+                name, recipe.model or "", recipe.method, weights, recipe.kv_cache.config().label
+            )
         stdout.print(table)
 
     run(body)

@@ -25,7 +25,7 @@ def accuracy_table(evaluations: Sequence[Evaluation]) -> Table:
     for item in evaluations:
         values = item.metrics
         table.add_row(
-            item.kv_config.dtype,
+            item.kv_config.label,
             f"{values['perplexity']:.3f}",
             f"{values['reference_perplexity']:.3f}",
             f"{values['kl_mean']:.5f}",

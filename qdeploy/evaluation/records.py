@@ -7,17 +7,14 @@ from pathlib import Path
 
 from qdeploy.errors import FormatError
 from qdeploy.evaluation.evaluate import Evaluation
-from qdeploy.formats.manifest import AccuracyRecord, read_manifest, write_manifest
+from qdeploy.formats.manifest import AccuracyRecord, KVCacheRecord, read_manifest, write_manifest
 
 
 def to_record(evaluation: Evaluation) -> AccuracyRecord:
     """The manifest's form of an evaluation."""
-    kv, text = evaluation.kv_config, evaluation.text
+    text = evaluation.text
     return AccuracyRecord(
-        dtype=kv.dtype,
-        block_size=kv.block_size,
-        sink_blocks=kv.sink_blocks,
-        residual_blocks=kv.residual_blocks,
+        **KVCacheRecord.of(evaluation.kv_config).model_dump(),
         backend=evaluation.backend,
         embeddings=evaluation.embeddings,
         act=evaluation.act,

@@ -104,7 +104,7 @@ def quick_evaluation(
         progress.warn(f"accuracy isn't measured: {error}")
         return []
     policy = manifest.kv_cache.config()
-    kv_configs = [policy] if not policy.seals else [policy, replace(policy, dtype="bf16")]
+    kv_configs = list(dict.fromkeys((policy, policy.with_dtype("bf16"))))
     results = session(
         artifact,
         manifest.base_model.name,
@@ -134,7 +134,7 @@ def gate_for(manifest: Manifest | None, given: str | None) -> Gate:
 def enforce(evaluations: Sequence[Evaluation], artifact: Path) -> None:
     """Raise GateError when any evaluation failed its gate."""
     lines = [
-        f"kv {item.kv_config.dtype}: {failure}" for item in evaluations for failure in item.failures
+        f"kv {item.kv_config.label}: {failure}" for item in evaluations for failure in item.failures
     ]
     if lines:
         raise GateError(

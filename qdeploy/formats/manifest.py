@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.safetensors_header import read_json
-from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.config import KVCacheConfig, LayerPolicy, layers_key
 from qdeploy.quantization.scheme import TABLE_BITS, TABLE_GROUP_SIZES, Bits, QuantScheme
 
 MANIFEST_NAME = "qdeploy.json"
@@ -52,6 +53,24 @@ class LayerRecord(_Record):
     seconds: float | None = None
 
 
+class LayerPolicyRecord(_Record):
+    """The KV policy of one layer, in place of the model's."""
+
+    layer: int
+    dtype: str
+    sink_blocks: int
+    residual_blocks: int
+
+    def policy(self) -> LayerPolicy:
+        """The runtime's value."""
+        return LayerPolicy(
+            layer=self.layer,
+            dtype=self.dtype,
+            sink_blocks=self.sink_blocks,
+            residual_blocks=self.residual_blocks,
+        )
+
+
 class KVCacheRecord(_Record):
     """The KV-cache policy that the artifact is meant to be served with."""
 
@@ -59,11 +78,13 @@ class KVCacheRecord(_Record):
     block_size: int = 64
     sink_blocks: int = 1
     residual_blocks: int = 0
+    layers: tuple[LayerPolicyRecord, ...] = ()
 
     @property
     def key(self) -> str:
         """KVCacheConfig.key of the policy; doesn't raise for one that is unknown here."""
-        return f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"
+        own = f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"
+        return own + layers_key([record.policy() for record in self.layers])
 
     def config(self) -> KVCacheConfig:
         """The runtime's value; raises UsageError for a policy that it doesn't know."""
@@ -72,17 +93,13 @@ class KVCacheRecord(_Record):
             block_size=self.block_size,
             sink_blocks=self.sink_blocks,
             residual_blocks=self.residual_blocks,
+            layers=tuple(record.policy() for record in self.layers),
         )
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> KVCacheRecord:
         """The record of a runtime policy."""
-        return cls(
-            dtype=config.dtype,
-            block_size=config.block_size,
-            sink_blocks=config.sink_blocks,
-            residual_blocks=config.residual_blocks,
-        )
+        return cls.model_validate(asdict(config))
 
 
 class EmbeddingsRecord(_Record):

@@ -38,7 +38,8 @@ def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] |
             f"- Base weights: sha256 `{base.sha256 or 'not recorded'}`"
             + (f", revision `{base.revision}`" if base.revision else ""),
             f"- KV cache: {kv.dtype}, blocks of {kv.block_size} tokens, "
-            f"{kv.sink_blocks} sink and {kv.residual_blocks} residual blocks unquantized",
+            f"{kv.sink_blocks} sink and {kv.residual_blocks} residual blocks unquantized"
+            + "".join(f"; layer {layer.layer}: {layer.dtype}" for layer in kv.layers),
             f"- Embedding and head: {embeddings_line(manifest)}",
             f"- {_calibration(manifest)}",
             "",

@@ -81,6 +81,11 @@ class KVCacheConfig:
         return replace(self, dtype=dtype, layers=())
 
     @property
+    def label(self) -> str:
+        """The format and those of layers with their own, for tables and messages."""
+        return self.dtype + layers_key(self.layers)
+
+    @property
     def key(self) -> str:
         """Names the policy in manifests and messages, e.g. int4/b64/s1/r0+0-1=int8/s1/r0."""
         own = f"{self.dtype}/b{self.block_size}/s{self.sink_blocks}/r{self.residual_blocks}"

@@ -158,13 +158,15 @@ class LLM:
 
 
 def resolve_kv_config(folder: Path, dtype: str, block_size: int | None = None) -> KVCacheConfig:
-    """The KV policy of an artifact; a dtype other than "auto" keeps its block counts."""
+    """The KV policy of an artifact; a dtype other than "auto" is all layers', and keeps its block
+    counts.
+    """
     from qdeploy.formats.manifest import read_manifest
 
     manifest = read_manifest(folder)
     kv = KVCacheConfig() if manifest is None else manifest.kv_cache.config()
     if dtype != "auto":
-        kv = replace(kv, dtype=dtype)
+        kv = kv.with_dtype(dtype)
     return kv if block_size is None else replace(kv, block_size=block_size)
 
 

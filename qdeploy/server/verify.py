@@ -66,7 +66,8 @@ def _eval_command(manifest: Manifest, kv: KVCacheConfig, artifact: str) -> str:
         kv.residual_blocks,
     ):
         return f"serve with the artifact's own --block-size {own.block_size}"
-    return f"run `qdeploy eval {artifact} --kv-cache-dtype {kv.dtype}`"
+    dtype = "auto" if kv.layers else kv.dtype
+    return f"run `qdeploy eval {artifact} --kv-cache-dtype {dtype}`"
 
 
 def _remarks(record: AccuracyRecord, backend: str, act: str, artifact: str) -> list[str]:
