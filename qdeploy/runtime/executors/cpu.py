@@ -108,7 +108,7 @@ class CpuExecutor:
         weakref.finalize(self, _destroy, cdll.qd_engine_destroy, self._engine, model)
         # All layers are one group without a window: blocks that left one aren't released.
         layers = tuple(range(model.spec.num_layers))
-        self.kv_groups = (KVGroup(layers=layers, config=kv_config),)
+        self.kv_groups: tuple[KVGroup, ...] = (KVGroup(layers=layers, config=kv_config),)
         self.open_block_bytes: tuple[int, ...] = (cdll.qd_open_block_bytes(self._engine),)
         self.sealed_block_bytes: tuple[int, ...] = (cdll.qd_sealed_block_bytes(self._engine),)
         self._memory = _LogitsMemory()
