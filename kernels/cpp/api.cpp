@@ -23,6 +23,11 @@ qd::Model* model_of(void* handle) { return static_cast<qd::Model*>(handle); }
 qd::Engine* engine_of(void* handle) { return static_cast<qd::Engine*>(handle); }
 const qd::Engine* engine_of(const void* handle) { return static_cast<const qd::Engine*>(handle); }
 
+const qd::Group* group_of(const void* handle, int32_t group) {
+    const std::vector<qd::Group>& groups = engine_of(handle)->groups;
+    return group >= 0 && group < (int32_t)groups.size() ? &groups[group] : nullptr;
+}
+
 }  // namespace
 
 int32_t qd_abi_version() { return QD_ABI_VERSION; }
@@ -38,37 +43,56 @@ void* qd_model_create(const qd_model* model, int32_t threads) {
 
 void qd_model_destroy(void* model) { delete model_of(model); }
 
-void* qd_engine_create(void* model, const qd_kv* kv) {
+void* qd_engine_create(void* model, const qd_kv_group* groups, int32_t num_groups) {
     return guarded<void*>(nullptr, [&]() -> void* {
-        qd::check(*kv);
-        return new qd::Engine(*model_of(model), *kv);
+        qd::check(model_of(model)->spec(), groups, num_groups);
+        return new qd::Engine(*model_of(model), groups, num_groups);
     });
 }
 
 void qd_engine_destroy(void* engine) { delete engine_of(engine); }
 
-int64_t qd_open_block_bytes(const void* engine) {
-    const qd::KVLayout& kv = engine_of(engine)->kv;
-    return kv.layers * kv.kv_heads * kv.open_bytes();
+int64_t qd_open_block_bytes(const void* engine, int32_t group) {
+    const qd::Group* g = group_of(engine, group);
+    return g ? g->open.block_bytes() : -1;
 }
 
-int64_t qd_sealed_block_bytes(const void* engine) {
-    const qd::KVLayout& kv = engine_of(engine)->kv;
-    return kv.seals() ? kv.layers * kv.kv_heads * kv.sealed_bytes() : 0;
+int64_t qd_sealed_block_bytes(const void* engine, int32_t group) {
+    const qd::Group* g = group_of(engine, group);
+    return g ? g->sealed.block_bytes() : -1;
 }
 
-int32_t qd_kv_allocate(void* engine, int32_t num_open, int32_t num_sealed) {
+int32_t qd_kv_allocate(void* engine, const int32_t* num_open, const int32_t* num_sealed) {
     return guarded(-1, [&] {
-        if (num_open < 0 || num_sealed < 0) throw std::invalid_argument("a pool can't have fewer than 0 blocks");
+        for (size_t g = 0; g < engine_of(engine)->groups.size(); g++)
+            if (num_open[g] < 0 || num_sealed[g] < 0) throw std::invalid_argument("a pool can't have fewer than 0 blocks");
         engine_of(engine)->allocate(num_open, num_sealed);
         return 0;
     });
 }
 
-void* qd_pool(void* engine, int32_t sealed, int64_t* bytes) {
-    const qd::Memory& pool = sealed ? engine_of(engine)->sealed_pool : engine_of(engine)->open_pool;
-    *bytes = pool.bytes();
-    return pool.data();
+void* qd_pool(void* engine, int32_t group, int32_t sealed, int64_t* bytes) {
+    const qd::Group* g = group_of(engine, group);
+    const qd::Memory* memory = g ? &(sealed ? g->sealed : g->open).memory : nullptr;
+    *bytes = memory ? memory->bytes() : 0;
+    return memory ? memory->data() : nullptr;
+}
+
+int32_t qd_read_blocks(void* engine, int32_t group, int32_t sealed, int64_t num, const int32_t* ids, uint8_t* data) {
+    return guarded(-1, [&] {
+        std::lock_guard<std::mutex> lock(engine_of(engine)->model.mutex);
+        engine_of(engine)->pool(group, sealed, num, ids).read(num, ids, data);
+        return 0;
+    });
+}
+
+int32_t qd_write_blocks(void* engine, int32_t group, int32_t sealed, int64_t num, const int32_t* ids,
+                        const uint8_t* data) {
+    return guarded(-1, [&] {
+        std::lock_guard<std::mutex> lock(engine_of(engine)->model.mutex);
+        engine_of(engine)->pool(group, sealed, num, ids).write(num, ids, data);
+        return 0;
+    });
 }
 
 int32_t qd_execute(void* engine, const qd_step* step) {

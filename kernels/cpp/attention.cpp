@@ -260,8 +260,7 @@ void attend_split(const KVLayout& kv, const HeadRule& rule, const Tile& tile, in
     std::memset(s.offsets, 0, rows * groups * sizeof(float));
     std::memset(s.values, 0, (int64_t)rows * dim * sizeof(float));
     // Blocks that are too old for all rows come first; they may not be there any more.
-    const int oldest = rule.window ? std::max(0, tile.position - rule.window + 1) / size : 0;
-    const int begin = std::max(split * per_split, oldest);
+    const int begin = std::max(split * per_split, oldest_block(kv, rule.window, tile.position));
     const int newest = tile.position + tile.count;  // keys from there on are masked for all rows
     for (int b = begin; b <= last; b++) {
         const Block block = blocks.find(b, tile.block);

@@ -1,18 +1,10 @@
 // What a caller may have got wrong, found before anything is computed.
-#include <cstdio>
-
 #include "engine.h"
+#include "errors.h"
 
 namespace qd {
 
 namespace {
-
-template <class... Values> void require(bool holds, const char* format, Values... values) {
-    if (holds) return;
-    char text[256];
-    std::snprintf(text, sizeof text, format, values...);
-    throw std::invalid_argument(text);
-}
 
 int64_t least_tile_bytes(const qd_matrix& m) {
     const int64_t cols = m.cols;
@@ -64,11 +56,30 @@ void check(const qd_model& m, int threads) {
     check(m.head, "head", m.vocab, m.hidden);
 }
 
-void check(const qd_kv& kv) {
-    require(kv.dtype >= QD_KV_BF16 && kv.dtype <= QD_KV_FP8, "the KV format %d is unknown", kv.dtype);
-    require(kv.block_size >= LANES && kv.block_size % LANES == 0 && kv.block_size <= 1024,
-            "block_size %d is not a multiple of %d up to 1024", kv.block_size, LANES);
-    require(kv.sink_blocks >= 0 && kv.residual_blocks >= 0, "%d sink blocks", kv.sink_blocks);
+void check(const qd_model& m, const qd_kv_group* groups, int num_groups) {
+    require(groups && num_groups >= 1 && num_groups <= m.num_layers, "%d KV groups for %d layers", num_groups, m.num_layers);
+    std::vector<bool> placed(m.num_layers);
+    int layers = 0;
+    for (int g = 0; g < num_groups; g++) {
+        const qd_kv_group& kv = groups[g];
+        require(kv.dtype >= QD_KV_BF16 && kv.dtype <= QD_KV_FP8, "the KV format %d is unknown", kv.dtype);
+        require(kv.block_size >= LANES && kv.block_size % LANES == 0 && kv.block_size <= 1024,
+                "block_size %d is not a multiple of %d up to 1024", kv.block_size, LANES);
+        require(kv.block_size == groups[0].block_size, "KV groups have blocks of %d and of %d tokens", kv.block_size,
+                groups[0].block_size);
+        require(kv.sink_blocks >= 0 && kv.residual_blocks >= 0, "KV group %d keeps %d sink and %d residual blocks", g,
+                kv.sink_blocks, kv.residual_blocks);
+        require(kv.layers && kv.num_layers >= 1, "KV group %d has no layers", g);
+        for (int i = 0; i < kv.num_layers; i++) {
+            const int layer = kv.layers[i];
+            require(layer >= 0 && layer < m.num_layers, "KV group %d has the layer %d", g, layer);
+            require(!placed[layer], "layer %d is in a KV group twice", layer);
+            require(kv.window == 0 || m.layers[layer].window == kv.window, "KV group %d has a window of %d, its layer %d one of %d", g,
+                    kv.window, layer, m.layers[layer].window);
+            placed[layer] = true, layers++;
+        }
+    }
+    require(layers == m.num_layers, "%d of %d layers are in a KV group", layers, m.num_layers);
 }
 
 }  // namespace qd

@@ -7,31 +7,11 @@
 #include <vector>
 
 #include "attention.h"
+#include "kv_pools.h"
 #include "matrix.h"
 #include "threads.h"
 
 namespace qd {
-
-// Zeroed memory in huge pages where the system has them.
-class Memory {
-public:
-    Memory() = default;
-    explicit Memory(int64_t bytes);
-    ~Memory() { release(); }
-    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
-    Memory& operator=(Memory&& other) noexcept {
-        std::swap(data_, other.data_), std::swap(bytes_, other.bytes_);
-        return *this;
-    }
-    uint8_t* data() const { return data_; }
-    int64_t bytes() const { return bytes_; }
-    template <class T> T* as() const { return (T*)data_; }
-
-private:
-    void release();
-    uint8_t* data_ = nullptr;
-    int64_t bytes_ = 0;
-};
 
 struct Engine;
 
@@ -45,7 +25,12 @@ struct Plan {
     bool split = false;        // few tiles: splits of keys are separate chunks
     std::vector<int32_t> ids, positions, starts, counts, logit_tokens;
     std::vector<int64_t> tables;             // first table entry of each slice
-    std::vector<int32_t> open, sealed;       // per table entry: pool id, −1, or −2 − scratch block
+    struct Table {
+        std::vector<int32_t> open, sealed;   // per table entry: pool id, −1, or −2 − scratch block
+        int scratch_blocks = 0;
+    };
+    std::vector<Table> groups;               // one per KV group
+    std::vector<qd_block_copy> copies;
     struct Fill {
         int slice, block, low, high, row;    // positions low … high − 1 of a block; row of the first
     };
@@ -55,10 +40,10 @@ struct Plan {
     struct Chunk {
         int tile, head, first, last;         // splits first … last − 1
     };
-    std::vector<Chunk> chunks;               // each thread's range: longest first
+    // For each kind of window (Group::schedule); each thread's range: longest first.
+    std::vector<std::vector<Chunk>> schedules;
     std::vector<int> tile_of_row;
     int64_t partials = 0;                    // rows of partial results
-    int scratch_blocks = 0;
     float* logits = nullptr;
     int64_t logits_stride = 0;
     // Or a streaming read, for benchmarks.
@@ -116,33 +101,36 @@ constexpr int ALONE_ROWS = 2;
 #endif
 
 struct Engine {
-    Engine(Model& owner, const qd_kv& config);
+    Engine(Model& owner, const qd_kv_group* groups, int num_groups);
     ~Engine() { model.wait_until_left(last_step); }
 
-    void allocate(int open, int sealed);
+    // One number per group.
+    void allocate(const int32_t* open, const int32_t* sealed);
     void execute(const qd_step& step);
+    // The pool that blocks `ids` lie in; throws std::invalid_argument when it lacks one of them.
+    Pool& pool(int group, bool sealed, int64_t num, const int32_t* ids);
 
-    // Blocks of a head lie side by side: with successive ids they are one stream.
-    uint8_t* open_block(int layer, int id, int head) const {
-        return open_pool.data() + (((int64_t)layer * kv.kv_heads + head) * num_open + id) * kv.open_bytes();
-    }
-    uint8_t* sealed_block(int layer, int id, int head) const {
-        return sealed_pool.data() + (((int64_t)layer * kv.kv_heads + head) * num_sealed + id) * kv.sealed_bytes();
-    }
+    const Group& group_of(int layer) const { return groups[places[layer].group]; }
     uint8_t* scratch_block(int id, int head) const {
+        const KVLayout& kv = groups[0].kv;
         return scratch.data() + ((int64_t)id * kv.kv_heads + head) * kv.open_bytes();
     }
-    // The open (or scratch) block behind a table entry.
-    uint8_t* opened(int layer, int entry, int head) const {
-        return entry >= 0 ? open_block(layer, entry, head) : scratch_block(-2 - entry, head);
+    // The first split that a tile reads something of, in layers of this window.
+    int first_split(const Tile& tile, int window) const {
+        return oldest_block(groups[0].kv, window, tile.position) / blocks_per_split;
     }
 
     Model& model;
-    KVLayout kv;
-    int num_open = 0, num_sealed = 0;
+    std::vector<Group> groups;  // their blocks have one size, and one form while they are open
+    struct Place {
+        int group, layer;  // which of the group's layers
+    };
+    std::vector<Place> places;  // [layers]
+    std::vector<int> windows;   // different ones: of each schedule
+    int blocks_per_split;
     uint64_t last_step = 0;
     int tile_rows;  // rows of attention that one thread takes at a time
-    Memory open_pool, sealed_pool, scratch, partials;
+    Memory scratch, partials;
     // Buffers of a step, by rows: residual stream, projections, attention, MLP, activations, angles.
     int64_t row_capacity = 0, hidden_width, qkv_width, attention_width, inner_width;
     Memory x, delta, qkv, attended, inner, shared, cosines, sines;
@@ -150,10 +138,13 @@ struct Engine {
 
 private:
     void plan_step(const qd_step& step, Plan& plan);
-    void plan_slice(const qd_step& step, int slice, int row, Plan& plan);
+    void plan_copies(const qd_step& step, Plan& plan) const;
+    void plan_slice(const qd_step& step, int slice, int row, Plan& plan) const;
+    void plan_table(const qd_step& step, int slice, int group, Plan::Table& table) const;
     int queries_per_tile(int tokens) const;
-    void plan_chunks(Plan& plan);
-    static void deal(Plan& plan, int threads);
+    void plan_chunks(Plan& plan) const;
+    void plan_schedule(const Plan& plan, int window, std::vector<Plan::Chunk>& chunks) const;
+    void deal(const Plan& plan, int window, std::vector<Plan::Chunk>& chunks) const;
     void reserve(const Plan& plan);
 };
 
@@ -163,6 +154,6 @@ void run_step(Model& model, int thread, uint64_t step);
 // Throws std::invalid_argument that names what is impossible.
 void check(const qd_matrix& m, const char* name, int rows, int cols);
 void check(const qd_model& model, int threads);
-void check(const qd_kv& kv);
+void check(const qd_model& model, const qd_kv_group* groups, int num_groups);
 
 }  // namespace qd

@@ -8,7 +8,7 @@ namespace qd {
 
 struct KVLayout {
     int dtype, block_size, sink_blocks, residual_blocks;
-    int head_dim, kv_heads, layers;
+    int head_dim, kv_heads;
     bool exact;  // open blocks are float32 and all arithmetic is (act fp32)
 
     bool seals() const { return dtype != QD_KV_BF16; }
@@ -36,6 +36,11 @@ struct KVLayout {
         return seals() && block >= sink_blocks && block < query_block - residual_blocks;
     }
 };
+
+// The first block that a query at `position` sees some of; `window` 0: all.
+inline int oldest_block(const KVLayout& kv, int window, int position) {
+    return window && position >= window ? (position - window + 1) / kv.block_size : 0;
+}
 
 // Writes one token at `offset` of an open block; k, v: [head_dim] float32.
 void store_token(const KVLayout& kv, uint8_t* open, int offset, const float* k, const float* v);

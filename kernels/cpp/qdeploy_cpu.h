@@ -19,7 +19,7 @@
 #include <stdint.h>
 
 #define QD_API extern "C" __attribute__((visibility("default")))
-#define QD_ABI_VERSION 2
+#define QD_ABI_VERSION 3
 
 enum qd_kind { QD_W4 = 0, QD_W8 = 1, QD_BF16 = 2, QD_F32 = 3 };
 enum qd_activation { QD_SILU = 0, QD_GELU_TANH = 1, QD_GELU = 2 };
@@ -56,19 +56,32 @@ struct qd_model {
     qd_matrix embedding, head;
 };
 
-struct qd_kv {
+// Layers that share block ids: one KV format, one policy, one window. Every layer is in one group,
+// and block_size is the same in all of them. window: that of its layers, which may then lack blocks
+// that left it; 0 where no block ever leaves.
+struct qd_kv_group {
     int32_t dtype, block_size, sink_blocks, residual_blocks;
+    int32_t window, num_layers;
+    const int32_t* layers;             // [num_layers]
 };
 
-// One step, as SequenceSlice has it. Tables are concatenated; slice s has ceil(end / block_size)
-// entries in each, from table_starts[s]; −1: no block.
+// Copies an open block of a group onto another.
+struct qd_block_copy {
+    int32_t group, source, target;
+};
+
+// One step, as StepBatch has it. Tables are concatenated; slice s has ceil(end / block_size) entries
+// in each, from table_starts[s]; −1: no block. Those of blocks that lie wholly before the window of
+// the slice's first query are not read. Copies are done before anything else, in their order.
 struct qd_step {
     int32_t num_slices, num_tokens;
     const int32_t *token_ids, *starts, *counts, *num_logits;
     const int64_t* table_starts;
-    const int32_t *open_blocks, *sealed_blocks;
+    const int32_t *const *open_blocks, *const *sealed_blocks;  // [groups] tables
     float* logits;                     // rows of vocab values, logits_stride apart
     int64_t logits_stride;             // ≥ vocab rounded up to 32; the padding is scratch
+    int64_t num_copies;
+    const qd_block_copy* copies;
 };
 
 QD_API int32_t qd_abi_version();
@@ -81,15 +94,22 @@ QD_API const char* qd_error();
 QD_API void* qd_model_create(const qd_model* model, int32_t threads);
 QD_API void qd_model_destroy(void* model);
 
-// KV pools and step scratch over a model. Steps of one model run one at a time.
-QD_API void* qd_engine_create(void* model, const qd_kv* kv);
+// KV pools and step scratch over a model. Steps of one model run one at a time. Groups are numbered
+// in the order given here; a group that isn't there has blocks of −1 bytes and no pool.
+QD_API void* qd_engine_create(void* model, const qd_kv_group* groups, int32_t num_groups);
 QD_API void qd_engine_destroy(void* engine);
-QD_API int64_t qd_open_block_bytes(const void* engine);
-QD_API int64_t qd_sealed_block_bytes(const void* engine);
-// 0, or −1 when there is no memory. Drops what the pools held before.
-QD_API int32_t qd_kv_allocate(void* engine, int32_t num_open, int32_t num_sealed);
+QD_API int64_t qd_open_block_bytes(const void* engine, int32_t group);
+QD_API int64_t qd_sealed_block_bytes(const void* engine, int32_t group);
+// num_open, num_sealed: [groups]. 0, or −1 when there is no memory. Drops what the pools held before.
+QD_API int32_t qd_kv_allocate(void* engine, const int32_t* num_open, const int32_t* num_sealed);
 // A pool's memory and, in *bytes, its size: [layers][KV heads][blocks][bytes of a head's block].
-QD_API void* qd_pool(void* engine, int32_t sealed, int64_t* bytes);
+QD_API void* qd_pool(void* engine, int32_t group, int32_t sealed, int64_t* bytes);
+// Blocks of one pool from and to data: [num][layers][KV heads][bytes of a head's block], a block's
+// bytes in one piece. 0, or −1 with a message; then nothing was copied.
+QD_API int32_t qd_read_blocks(void* engine, int32_t group, int32_t sealed, int64_t num, const int32_t* ids,
+                              uint8_t* data);
+QD_API int32_t qd_write_blocks(void* engine, int32_t group, int32_t sealed, int64_t num, const int32_t* ids,
+                               const uint8_t* data);
 // 0, or −1 with a message when the step is malformed; then nothing was computed.
 QD_API int32_t qd_execute(void* engine, const qd_step* step);
 

@@ -16,11 +16,13 @@ constexpr int64_t EXPECTED_BYTES = 16384;
 class Step final {
 public:
     Step(Model& model, int thread, uint64_t number)
-        : model_(model), spec_(model.spec()), plan_(model.plan(number)), engine_(*plan_.engine), kv_(engine_.kv),
+        : model_(model), spec_(model.spec()), plan_(model.plan(number)), engine_(*plan_.engine), kv_(engine_.groups[0].kv),
           work_(model.workspace(thread)), scratch_(engine_.attention[thread]), thread_(thread),
           next_phase_(plan_.first_phase) {}
 
     void run() {
+        if (!plan_.copies.empty()) copy_blocks();
+        if (!plan_.tokens) return;
         embed();
         for (int i = 0; i < spec_.num_layers; i++) layer(i);
         if (plan_.logit_rows) logits();
@@ -89,13 +91,14 @@ private:
               });
     }
 
+    void copy_blocks();
     void embed();
     void layer(int index);
     void store_keys(int index, const qd_layer& layer);
     void fill(int index, const qd_layer& layer, const Plan::Fill& fill, int head);
     void attend(int index, const qd_layer& layer);
     void attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int index, const qd_layer& layer);
-    const float* attended(int row);
+    const float* attended(int row, int window);
     void logits();
     void add_normed(const float* weight);
 
@@ -121,12 +124,25 @@ private:
     const qd_model& spec_;
     Plan& plan_;
     Engine& engine_;
-    const KVLayout& kv_;
+    const KVLayout& kv_;  // of any group: for what is equal in all of them
     Workspace& work_;
     AttentionScratch& scratch_;
     const int thread_;
     uint64_t next_phase_;
 };
+
+// All copies of one head by one thread: one may write what a later one reads.
+void Step::copy_blocks() {
+    const int heads = spec_.kv_heads;
+    phase(spec_.num_layers * heads, [&](int chunk) {
+        const Engine::Place place = engine_.places[chunk / heads];
+        const Group& group = engine_.groups[place.group];
+        for (const qd_block_copy& copy : plan_.copies)
+            if (copy.group == place.group)
+                std::memcpy(group.open_block(place.layer, copy.target, chunk % heads),
+                            group.open_block(place.layer, copy.source, chunk % heads), group.kv.open_bytes());
+    });
+}
 
 void Step::embed() {
     each_row(plan_.tokens, [&](int row) {
@@ -160,7 +176,7 @@ void Step::layer(int index) {
            [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); }, nullptr);
     store_keys(index, layer);
     attend(index, layer);
-    linear(layer.o, rows, [&](int row) { return attended(row); }, into_residual, &layer.gate_up);
+    linear(layer.o, rows, [&](int row) { return attended(row, layer.window); }, into_residual, &layer.gate_up);
     if (spec_.sandwich_norms) add_normed(layer.post_attention_norm);
     const float* norm = spec_.sandwich_norms ? layer.pre_feedforward_norm : layer.post_attention_norm;
     linear(layer.gate_up, rows, [&](int row) { return normed(x(row), norm); },
@@ -193,13 +209,42 @@ void Step::store_keys(int index, const qd_layer& layer) {
     });
 }
 
+// Where a slice's blocks lie, for one layer and KV head.
+struct LayerBlocks final : BlockSource {
+    LayerBlocks(const Engine& e, const Plan& plan, int layer_index, int kv_head, int slice)
+        : engine(e), place(e.places[layer_index]), group(e.groups[place.group]), table(plan.groups[place.group]),
+          head(kv_head), base(plan.tables[slice]) {}
+
+    uint8_t* opened(int block) const {
+        const int id = table.open[base + block];
+        return id >= 0 ? group.open_block(place.layer, id, head) : engine.scratch_block(-2 - id, head);
+    }
+    // Null when the step has no place for it.
+    uint8_t* sealed(int block) const {
+        const int id = table.sealed[base + block];
+        return id >= 0 ? group.sealed_block(place.layer, id, head) : nullptr;
+    }
+    Block find(int block, int query_block) const override {
+        if (group.kv.reads_sealed(block, query_block)) return {sealed(block), true};
+        return {opened(block), false};
+    }
+
+    const Engine& engine;
+    const Engine::Place place;
+    const Group& group;
+    const Plan::Table& table;
+    const int head;
+    const int64_t base;
+};
+
 // Rotates and stores the tokens of one block and head; a block that is full now is sealed at once.
 void Step::fill(int index, const qd_layer& layer, const Plan::Fill& fill, int head) {
-    const int dim = spec_.head_dim, begin = fill.block * kv_.block_size, end = begin + kv_.block_size;
-    const int64_t entry = plan_.tables[fill.slice] + fill.block;
-    uint8_t* open = engine_.opened(index, plan_.open[entry], head);
+    const LayerBlocks blocks(engine_, plan_, index, head, fill.slice);
+    const KVLayout& kv = blocks.group.kv;
+    const int dim = spec_.head_dim, begin = fill.block * kv.block_size, end = begin + kv.block_size;
+    uint8_t* open = blocks.opened(fill.block);
     // What a pool block held before may be NaN, and 0 · NaN isn't 0.
-    if (fill.low == begin && fill.high < end) std::memset(open, 0, kv_.open_bytes());
+    if (fill.low == begin && fill.high < end) std::memset(open, 0, kv.open_bytes());
     float* key = work_.row(0);
     for (int p = fill.low; p < fill.high; p++) {
         const int64_t row = fill.row + p - fill.low;
@@ -207,32 +252,17 @@ void Step::fill(int index, const qd_layer& layer, const Plan::Fill& fill, int he
         std::memcpy(key, source, dim * sizeof(float));
         if (layer.k_norm) head_norm(key, layer.k_norm, dim, spec_.norm_eps);
         rotate(key, cosines(layer.rope) + row * angle_stride(), sines(layer.rope) + row * angle_stride(), dim);
-        store_token(kv_, open, p - begin, key, source + spec_.kv_heads * dim);
+        store_token(kv, open, p - begin, key, source + spec_.kv_heads * dim);
     }
-    if (fill.high == end && plan_.sealed[entry] >= 0)
-        seal_block(kv_, open, engine_.sealed_block(index, plan_.sealed[entry], head));
+    uint8_t* sealed = fill.high == end ? blocks.sealed(fill.block) : nullptr;
+    if (sealed) seal_block(kv, open, sealed);
 }
-
-struct LayerBlocks final : BlockSource {
-    LayerBlocks(const Engine& e, const Plan& p, int layer_index, int kv_head, int slice)
-        : engine(e), plan(p), layer(layer_index), head(kv_head), base(p.tables[slice]) {}
-
-    Block find(int block, int query_block) const override {
-        if (engine.kv.reads_sealed(block, query_block))
-            return {engine.sealed_block(layer, plan.sealed[base + block], head), true};
-        return {engine.opened(layer, plan.open[base + block], head), false};
-    }
-
-    const Engine& engine;
-    const Plan& plan;
-    const int layer, head;
-    const int64_t base;
-};
 
 void Step::attend(int index, const qd_layer& layer) {
     const HeadRule rule{spec_.q_heads / spec_.kv_heads, layer.window, spec_.attention_scale, spec_.attention_cap,
                         spec_.norm_eps, layer.q_norm, layer.k_norm};
-    phase((int)plan_.chunks.size(), [] {}, [&](int i) { attend_chunk(rule, plan_.chunks[i], index, layer); },
+    const std::vector<Plan::Chunk>& chunks = plan_.schedules[engine_.group_of(index).schedule];
+    phase((int)chunks.size(), [] {}, [&](int i) { attend_chunk(rule, chunks[i], index, layer); },
           [&] { expect(layer.o, plan_.tokens); });
 }
 
@@ -241,11 +271,12 @@ void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int inde
     AttentionScratch& s = scratch_;
     const int dim = kv_.head_dim, heads = rule.queries_per_head, rows = tile.count * heads;
     const LayerBlocks blocks(engine_, plan_, index, chunk.head, tile.slice);
+    const KVLayout& kv = blocks.group.kv;
     if (tile.fill >= 0 && chunk.last == tile.num_splits) fill(index, layer, plan_.fills[tile.fill], chunk.head);
-    load_queries(kv_, rule, tile, qkv(0) + (int64_t)chunk.head * heads * dim, engine_.qkv_width, cosines(layer.rope),
+    load_queries(kv, rule, tile, qkv(0) + (int64_t)chunk.head * heads * dim, engine_.qkv_width, cosines(layer.rope),
                  sines(layer.rope), angle_stride(), s);
     if (tile.partial >= 0) {
-        attend_split(kv_, rule, tile, chunk.first, blocks, s);
+        attend_split(kv, rule, tile, chunk.first, blocks, s);
         for (int r = 0; r < rows; r++) {
             float* at = partial(tile, chunk.head, chunk.first, r).values;
             std::memcpy(at, s.values + (int64_t)r * dim, dim * sizeof(float));
@@ -256,7 +287,7 @@ void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int inde
     for (int r = 0; r < rows; r++) s.all_most[r] = NOTHING, s.all_total[r] = 0;
     std::memset(s.merged, 0, (int64_t)rows * dim * sizeof(float));
     for (int split = chunk.first; split < chunk.last; split++) {
-        attend_split(kv_, rule, tile, split, blocks, s);
+        attend_split(kv, rule, tile, split, blocks, s);
         for (int r = 0; r < rows; r++) {
             Partial all{s.all_most[r], s.all_total[r], s.merged + (int64_t)r * dim};
             merge(all, {s.most[r], s.total[r], s.values + (int64_t)r * dim}, dim);
@@ -272,7 +303,7 @@ void Step::attend_chunk(const HeadRule& rule, const Plan::Chunk& chunk, int inde
 }
 
 // A row's attention over all heads; merges its partial results if it has any.
-const float* Step::attended(int row) {
+const float* Step::attended(int row, int window) {
     const Tile& tile = plan_.tiles[plan_.tile_of_row[row]];
     if (tile.partial < 0) return engine_.attended.as<float>() + row * engine_.attention_width;
     const int dim = kv_.head_dim, heads = spec_.q_heads / spec_.kv_heads;
@@ -281,7 +312,7 @@ const float* Step::attended(int row) {
     for (int head = 0; head < spec_.q_heads; head++) {
         Partial all{NOTHING, 0, out + head * dim};
         const int at = (row - tile.row) * heads + head % heads;
-        for (int split = 0; split < tile.num_splits; split++)
+        for (int split = engine_.first_split(tile, window); split < tile.num_splits; split++)
             merge(all, partial(tile, head / heads, split, at), dim);
         const F inverse = set(1.0f / all.total);
         for (int i = 0; i < dim; i += LANES) store(all.values + i, mul(load(all.values + i), inverse));

@@ -17,6 +17,11 @@
 namespace qd {
 
 constexpr int CHUNK_BITS = 24;   // a phase has fewer than 2²⁴ chunks
+// Phases are numbered below this; then numbers start anew. Tests define a small one.
+#ifndef QD_LAST_PHASE
+#define QD_LAST_PHASE (uint64_t(1) << (63 - CHUNK_BITS))
+#endif
+constexpr uint64_t LAST_PHASE = QD_LAST_PHASE;
 constexpr int CACHE_LINE = 128;  // two, since neighbours are fetched in pairs
 
 // Chunks of a phase that were claimed or done, tagged with the phase's number (high bits). Numbers

@@ -1,4 +1,4 @@
-// Ways to spoil a model, a KV configuration and a step; the C ABI must refuse each of them.
+// Ways to spoil a model, its KV groups and a step; the C ABI must refuse each of them.
 #pragma once
 #include <functional>
 
@@ -56,22 +56,37 @@ inline std::vector<Fault<qd_model, qd_layer*>> model_faults() {
     };
 }
 
-inline std::vector<Fault<qd_kv>> kv_faults() {
+// Groups, each with its layers: the description, and the layers, which may be changed.
+inline std::vector<Fault<qd_kv_group, std::vector<int32_t>>> group_faults() {
+    using G = qd_kv_group&;
+    using L = std::vector<int32_t>&;
     return {
-        {"KV dtype 9", [](qd_kv& kv) { kv.dtype = 9; }},
-        {"KV dtype −1", [](qd_kv& kv) { kv.dtype = -1; }},
-        {"blocks of 0", [](qd_kv& kv) { kv.block_size = 0; }},
-        {"blocks of −16", [](qd_kv& kv) { kv.block_size = -16; }},
-        {"sink −1", [](qd_kv& kv) { kv.sink_blocks = -1; }},
-        {"residual −1", [](qd_kv& kv) { kv.residual_blocks = -1; }},
+        {"KV dtype 9", [](G kv, L) { kv.dtype = 9; }},
+        {"KV dtype −1", [](G kv, L) { kv.dtype = -1; }},
+        {"blocks of 0", [](G kv, L) { kv.block_size = 0; }},
+        {"blocks of −16", [](G kv, L) { kv.block_size = -16; }},
+        {"sink −1", [](G kv, L) { kv.sink_blocks = -1; }},
+        {"residual −1", [](G kv, L) { kv.residual_blocks = -1; }},
+        {"a window that its layers haven't", [](G kv, L) { kv.window += 1000; }},
+        {"window −1", [](G kv, L) { kv.window = -1; }},
+        {"no layers", [](G, L l) { l.clear(); }},
+        {"a layer twice", [](G, L l) { l.push_back(l[0]); }},
+        {"a layer that isn't there", [](G, L l) { l[0] = 1000; }},
+        {"layer −1", [](G, L l) { l[0] = -1; }},
     };
 }
 
-// slice, token, tail: places that exist; tail: the slice's last block. Pools hold `open`, `sealed`.
-inline std::vector<Fault<qd_step, Step>> step_faults(size_t slice, size_t token, size_t tail, int open,
-                                                     int sealed) {
+// slice, token, tail, group: places that exist; tail: the slice's last block.
+inline std::vector<Fault<qd_step, Step>> step_faults(size_t slice, size_t token, size_t tail, int group,
+                                                     const Group& pools, int groups) {
     using V = qd_step&;
     using S = Step&;
+    const int open = pools.num_open, sealed = pools.num_sealed, last = open - 1;
+    // These come after the view was made: arrays that move are set anew.
+    const auto copy = [](V v, S s, qd_block_copy one) {
+        s.copies.push_back(one);
+        v.copies = s.copies.data(), v.num_copies = (int64_t)s.copies.size();
+    };
     return {
         {"token = vocab", [=](V, S s) { s.token_ids[token] = (int32_t)s.vocab; }},
         {"token −1", [=](V, S s) { s.token_ids[token] = -1; }},
@@ -82,12 +97,19 @@ inline std::vector<Fault<qd_step, Step>> step_faults(size_t slice, size_t token,
         {"counts that don't add up", [=](V, S s) { s.counts[slice]--; }},
         {"more logits than tokens", [=](V, S s) { s.num_logits[slice] = s.counts[slice] + 1; }},
         {"num_logits −1", [=](V, S s) { s.num_logits[slice] = -1; }},
-        {"an open id out of range", [=](V, S s) { s.open[tail] = open; }},
-        {"an open id below −1", [=](V, S s) { s.open[tail] = -2; }},
-        {"a sealed id out of range", [=](V, S s) { s.sealed[tail] = sealed; }},
-        {"a block without an id", [=](V, S s) { s.open[tail] = s.sealed[tail] = -1; }},
+        {"an open id out of range", [=](V, S s) { s.tables[group].open[tail] = open; }},
+        {"an open id below −1", [=](V, S s) { s.tables[group].open[tail] = -2; }},
+        {"a sealed id out of range", [=](V, S s) { s.tables[group].sealed[tail] = sealed; }},
+        {"a block without an id", [=](V, S s) { s.tables[group].open[tail] = s.tables[group].sealed[tail] = -1; }},
         {"−1 slices", [](V v, S) { v.num_slices = -1; }},
         {"−1 tokens", [](V v, S) { v.num_tokens = -1; }},
+        {"−1 copies", [](V v, S) { v.num_copies = -1; }},
+        {"a copy in group −1", [=](V v, S s) { copy(v, s, {-1, 0, last}); }},
+        {"a copy in a group that isn't there", [=](V v, S s) { copy(v, s, {groups, 0, last}); }},
+        {"a copy from outside the pool", [=](V v, S s) { copy(v, s, {group, open, 0}); }},
+        {"a copy from −1", [=](V v, S s) { copy(v, s, {group, -1, 0}); }},
+        {"a copy to outside the pool", [=](V v, S s) { copy(v, s, {group, 0, open}); }},
+        {"a copy onto itself", [=](V v, S s) { copy(v, s, {group, last, last}); }},
         {"a stride below the vocabulary", [](V v, S s) {
              v.logits_stride = s.vocab - 1;
              if (s.rows == 0) v.num_slices = -1;  // no rows, no stride

@@ -165,6 +165,7 @@ inline int random_group(Random& random, int cols) {
 struct RandomModel {
     Arena arena;
     qd_model model = {};
+    int sick = -1;  // a token whose hidden state isn't a number, if there is one
 
     RandomModel(Random& random, int act_mode) {
         qd_model& m = model;
@@ -191,13 +192,27 @@ struct RandomModel {
         m.norm = arena.floats(m.hidden, random, 1.0f, 0.3f);
         m.embedding = matrix(random, m.vocab, m.hidden, floats, false, 1.0f);
         m.embedding.bias = nullptr, m.embedding.permutation = nullptr;
-        m.head = random.chance(40) ? m.embedding : matrix(random, m.vocab, m.hidden, floats, false, 0.3f);
+        const bool tied = random.chance(40);
+        m.head = tied ? m.embedding : matrix(random, m.vocab, m.hidden, floats, false, 0.3f);
+        if (!tied) spoil(sick = m.vocab - 1);
         qd_layer* layers = arena.array<qd_layer>(m.num_layers);
         for (int i = 0; i < m.num_layers; i++) fill(random, layers[i], floats);
         m.layers = layers;
     }
 
+    // A token that is well.
+    int32_t token(Random& random) const { return (int32_t)random.between(0, sick >= 0 ? sick - 1 : model.vocab - 1); }
+
 private:
+    void spoil(int token) {
+        const qd_matrix& m = model.embedding;
+        uint8_t* tile = const_cast<uint8_t*>(m.tiles) + token / 32 * m.tile_bytes;
+        const int place = token % 32;
+        if (m.kind == QD_F32) ((float*)tile)[place] = NAN;
+        else if (m.kind == QD_BF16) ((uint16_t*)tile)[place * 2] = 0x7fc0;
+        else ((uint16_t*)(tile + (m.kind == QD_W4 ? 16 : 32) * (int64_t)m.group))[place] = 0x7e00;
+    }
+
     qd_matrix matrix(Random& random, int rows, int cols, bool floats, bool paired, float spread) {
         const bool dense = floats || cols % 8 != 0;
         const int kind = (int)random.between(dense ? QD_BF16 : QD_W4, QD_F32);

@@ -1,7 +1,8 @@
 // Random models and steps through the C ABI; needs no Python. usage: stress [CASES] [FIRST_SEED]
 // Checks: a sequence gives the same bits whole and alone, and in chunks in any batch with any
-// number of threads; logits are finite; a matrix agrees with float64; malformed input is refused
-// and changes nothing. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
+// number of threads, with drafts that are dropped again (some of them not numbers), blocks that are
+// copied, moved to the host and back, and released behind a window; logits are finite; a matrix
+// agrees with float64; malformed input is refused and changes nothing. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -32,15 +33,22 @@ static bool runs_here() {
 #endif
 }
 
+static void* new_engine(void* model, const std::vector<Group>& groups) {
+    const std::vector<qd_kv_group> descriptions = views(groups);
+    void* engine = qd_engine_create(model, descriptions.data(), (int32_t)descriptions.size());
+    check(engine, "an engine is created");
+    std::vector<int32_t> open, sealed;
+    for (const Group& group : groups) open.push_back(group.num_open), sealed.push_back(group.num_sealed);
+    check(qd_kv_allocate(engine, open.data(), sealed.data()) == 0, "pools are allocated");
+    return engine;
+}
+
 // Handles that close themselves; the engine before its model.
 struct Engine {
     void *model, *engine = nullptr;
-    Engine(const qd_model& m, const qd_kv& kv, int threads, int num_open, int num_sealed)
-        : model(qd_model_create(&m, threads)) {
+    Engine(const qd_model& m, const std::vector<Group>& groups, int threads) : model(qd_model_create(&m, threads)) {
         check(model, "a model is created");
-        engine = qd_engine_create(model, &kv);
-        check(engine, "an engine is created");
-        check(qd_kv_allocate(engine, num_open, num_sealed) == 0, "pools are allocated");
+        engine = new_engine(model, groups);
     }
     Engine(const Engine&) = delete;
     ~Engine() { qd_engine_destroy(engine), qd_model_destroy(model); }
@@ -50,26 +58,26 @@ struct Case {
     Random random;
     RandomModel owner;
     const qd_model& model;
-    qd_kv kv;
+    std::vector<Group> groups;
+    int block_size;
     std::vector<Sequence> sequences;
     std::vector<std::vector<float>> expected;  // per sequence: [tokens, vocab], computed whole
-    int num_open = 0, num_sealed = 0;
 
     explicit Case(uint64_t seed)
-        : random(seed), owner(random, (int)random.between(QD_ACT_INT8, QD_ACT_FP32)), model(owner.model) {
-        kv.dtype = (int)random.between(QD_KV_BF16, QD_KV_FP8);
-        kv.block_size = random.pick<int>({16, 32, 48, 64});
-        kv.sink_blocks = (int)random.between(0, 2);
-        kv.residual_blocks = (int)random.between(0, 2);
+        : random(seed), owner(random, (int)random.between(QD_ACT_INT8, QD_ACT_FP32)), model(owner.model),
+          groups(random_groups(random, model)), block_size(groups[0].kv.block_size) {
         const int count = (int)random.between(1, 6);
+        int blocks = 2;
         for (int i = 0; i < count; i++) {
             Sequence s;
             const int length = (int)(random.chance(30) ? random.between(1, 4) : random.between(1, 200));
-            for (int t = 0; t < length; t++) s.tokens.push_back((int32_t)random.between(0, model.vocab - 1));
-            num_open += length / kv.block_size + 1, num_sealed += length / kv.block_size;
+            for (int t = 0; t < length; t++) s.tokens.push_back(owner.token(random));
+            blocks += (length + MOST_DRAFTS) / block_size + 1;
             sequences.push_back(s);
         }
+        for (Group& group : groups) group.num_open = group.num_sealed = blocks;
     }
+    static constexpr int MOST_DRAFTS = 70;
 };
 
 static void run(void* engine, Step& step, int64_t extra, const char* what) {
@@ -80,13 +88,13 @@ static void run(void* engine, Step& step, int64_t extra, const char* what) {
 
 // Every sequence alone, in one step.
 static void compute_whole(Case& c) {
-    Engine e(c.model, c.kv, 1, c.num_open, c.num_sealed);
-    Tables tables(c.kv, c.num_open, c.num_sealed, c.random);
+    Engine e(c.model, c.groups, 1);
+    Tables tables(c.groups, c.random);
     for (Sequence& s : c.sequences) {
         const int length = (int)s.tokens.size();
-        tables.allocate(s, length);
-        Step step(c.model.vocab);
-        step.add(s, length, length);
+        tables.allocate(s, length, length);
+        Step step(c.model.vocab, c.groups.size());
+        step.add(s, s.tokens, length);
         run(e.engine, step, 0, "a whole sequence runs");
         std::vector<float> rows;
         for (int r = 0; r < length; r++) {
@@ -119,8 +127,9 @@ static void refuse_one(Case& c, void* engine, Step step) {
     const size_t slice = (size_t)c.random.between(0, (int64_t)step.starts.size() - 1);
     const size_t token = (size_t)c.random.between(0, (int64_t)step.token_ids.size() - 1);
     const int last = step.starts[slice] + step.counts[slice] - 1;
-    const size_t tail = step.table_starts[slice] + last / c.kv.block_size;
-    const auto fault = c.random.pick(step_faults(slice, token, tail, c.num_open, c.num_sealed));
+    const size_t tail = step.table_starts[slice] + last / c.block_size;
+    const int groups = (int)c.groups.size(), group = (int)c.random.between(0, groups - 1);
+    const auto fault = c.random.pick(step_faults(slice, token, tail, group, c.groups[group], groups));
     qd_step view = step.view(0);
     fault.spoil(view, step);
     check(qd_execute(engine, &view) == -1, fault.name);
@@ -128,7 +137,50 @@ static void refuse_one(Case& c, void* engine, Step step) {
     for (float x : step.logits) check(x == Step::CANARY, "a refused step computes nothing");
 }
 
-// Every malformed variant of the model and of its KV configuration.
+static void refused(bool is, const char* what) {
+    check(is, what);
+    check(qd_error()[0] != 0, "a refusal has a message");
+}
+
+// Every malformed variant of the KV groups, of their sizes, and of blocks that are moved.
+static void refuse_groups(Case& c, void* model) {
+    const auto create = [&](const std::vector<qd_kv_group>& kv) {
+        return qd_engine_create(model, kv.data(), (int32_t)kv.size());
+    };
+    const std::vector<qd_kv_group> good = views(c.groups);
+    for (const auto& fault : group_faults()) {
+        std::vector<Group> spoiled = c.groups;
+        Group& one = spoiled[c.random.between(0, (int64_t)spoiled.size() - 1)];
+        fault.spoil(one.kv, one.layers);
+        refused(!create(views(spoiled)), fault.name);
+    }
+    std::vector<qd_kv_group> other = good;
+    other.back().num_layers--, refused(!create(other), "a layer in no group");
+    refused(!create({}), "no groups");
+    if (good.size() > 1) {
+        other = good, other[1].block_size += 16;
+        refused(!create(other), "block sizes that differ");
+    }
+    void* engine = new_engine(model, c.groups);
+    std::vector<int32_t> open(good.size(), 2), sealed(good.size(), 2);
+    open.back() = -1, refused(qd_kv_allocate(engine, open.data(), sealed.data()) == -1, "−1 open blocks");
+    open.back() = 2, check(qd_kv_allocate(engine, open.data(), sealed.data()) == 0, "pools are allocated");
+    const int groups = (int)good.size();
+    check(qd_open_block_bytes(engine, groups) == -1 && qd_sealed_block_bytes(engine, -1) == -1, "no such group");
+    std::vector<uint8_t> data(2 * qd_open_block_bytes(engine, 0), 7);
+    for (const std::vector<int32_t>& ids : {std::vector<int32_t>{0, 2}, {-1, 0}}) {
+        refused(qd_read_blocks(engine, 0, 0, 2, ids.data(), data.data()) == -1, "an id outside the pool is read");
+        refused(qd_write_blocks(engine, 0, 0, 2, ids.data(), data.data()) == -1, "an id outside the pool is written");
+        refused(qd_read_blocks(engine, groups, 0, 1, ids.data(), data.data()) == -1, "a group outside is read");
+    }
+    const int32_t id = 0;
+    if (good[0].dtype == QD_KV_BF16)
+        refused(qd_read_blocks(engine, 0, 1, 1, &id, data.data()) == -1, "a sealed block where none are");
+    for (uint8_t byte : data) check(byte == 7, "a refused read gives nothing");
+    qd_engine_destroy(engine);
+}
+
+// Every malformed variant of the model and of its KV groups.
 static void refuse_models(Case& c) {
     for (const auto& fault : model_faults()) {
         qd_model spoiled = c.model;
@@ -142,47 +194,84 @@ static void refuse_models(Case& c) {
     check(qd_model_create(&c.model, 0) == nullptr, "0 threads");
     void* model = qd_model_create(&c.model, 1);
     check(model, "a model is created");
-    for (const auto& fault : kv_faults()) {
-        qd_kv spoiled = c.kv;
-        fault.spoil(spoiled);
-        check(qd_engine_create(model, &spoiled) == nullptr, fault.name);
-        check(qd_error()[0] != 0, "a refusal has a message");
+    refuse_groups(c, model);
+    qd_model_destroy(model);
+}
+
+// Blocks go to the host and come back to other places.
+static void swap_blocks(void* engine, Tables& tables, Sequence& s) {
+    for (int g = 0; g < (int)s.tables.size(); g++)
+        for (int sealed = 0; sealed < 2; sealed++) {
+            std::vector<int32_t>& table = sealed ? s.tables[g].sealed : s.tables[g].open;
+            Pool& pool = sealed ? tables[g].sealed : tables[g].open;
+            std::vector<int32_t> ids, fresh;
+            for (int32_t id : table)
+                if (id >= 0) ids.push_back(id);
+            const int64_t num = (int64_t)ids.size();
+            std::vector<uint8_t> data(num * (sealed ? qd_sealed_block_bytes(engine, g) : qd_open_block_bytes(engine, g)));
+            check(qd_read_blocks(engine, g, sealed, num, ids.data(), data.data()) == 0, "blocks are read");
+            for (int32_t id : ids) pool.release(id);
+            for (int32_t& id : table)
+                if (id >= 0) fresh.push_back(id = pool.take());
+            check(qd_write_blocks(engine, g, sealed, num, fresh.data(), data.data()) == 0, "blocks are written");
+        }
+}
+
+// Open blocks move in two copies, the second of what the first one writes.
+static void copy_blocks(Case& c, Tables& tables, Sequence& s, Step& step) {
+    for (int g = 0; g < (int)s.tables.size(); g++)
+        for (int32_t& id : s.tables[g].open) {
+            if (id < 0 || c.random.chance(50)) continue;
+            int32_t from = id, between = tables[g].open.take();
+            id = tables[g].open.take();
+            step.copies.push_back({g, from, between}), step.copies.push_back({g, between, id});
+            tables[g].open.release(from), tables[g].open.release(between);
+        }
+}
+
+// Some of the sequence's next tokens, perhaps drafts after them, in a step; returns how many stay.
+static int take_tokens(Case& c, Tables& tables, Sequence& s, Step& step) {
+    const int kept = chunk(c.random, s.left()), vocab = c.model.vocab;
+    std::vector<int32_t> tokens(s.tokens.begin() + s.done, s.tokens.begin() + s.done + kept);
+    int logits = c.random.chance(20) ? 0 : (int)c.random.between(1, kept);
+    if (c.random.chance(30)) {
+        const int drafts = (int)c.random.between(1, c.random.chance(80) ? 9 : Case::MOST_DRAFTS);
+        for (int d = 0; d < drafts; d++) tokens.push_back((int32_t)c.random.between(vocab - 3, vocab - 1));
+        logits = (int)tokens.size();
     }
-    void* engine = qd_engine_create(model, &c.kv);
-    check(qd_kv_allocate(engine, -1, 4) == -1, "−1 open blocks");
-    qd_engine_destroy(engine), qd_model_destroy(model);
+    tables.allocate(s, s.done + kept, s.done + (int)tokens.size());
+    step.add(s, tokens, logits);
+    return kept;
 }
 
 // All sequences together, in random chunks, twice over the same pools.
 static void compute_chunked(Case& c, int threads) {
-    Engine e(c.model, c.kv, threads, c.num_open, c.num_sealed);
-    Tables tables(c.kv, c.num_open, c.num_sealed, c.random);
+    Engine e(c.model, c.groups, threads);
+    Tables tables(c.groups, c.random);
+    const auto over = [](const Sequence& s) { return s.left() == 0; };
     for (int round = 0; round < 2; round++) {
-        while (true) {
-            Step step(c.model.vocab);
+        while (!std::all_of(c.sequences.begin(), c.sequences.end(), over)) {
+            Step step(c.model.vocab, c.groups.size());
             std::vector<std::pair<size_t, int>> taken;
+            for (Sequence& s : c.sequences)
+                if (s.done && c.random.chance(10)) swap_blocks(e.engine, tables, s);
             for (size_t i = 0; i < c.sequences.size(); i++) {
                 Sequence& s = c.sequences[i];
-                if (s.left() == 0 || c.random.chance(30)) continue;
-                const int count = chunk(c.random, s.left());
-                tables.allocate(s, s.done + count);
-                step.add(s, count, c.random.chance(20) ? 0 : (int)c.random.between(1, count));
-                taken.emplace_back(i, count);
+                if (s.done && c.random.chance(10)) copy_blocks(c, tables, s, step);
+                if (s.left() && c.random.chance(70)) taken.emplace_back(i, take_tokens(c, tables, s, step));
             }
-            if (!taken.empty()) {
-                if (c.random.chance(25)) refuse_one(c, e.engine, step);
-                run(e.engine, step, c.random.between(0, 5), "a batch runs");
-            }
+            if (!taken.empty() && c.random.chance(25)) refuse_one(c, e.engine, step);
+            run(e.engine, step, c.random.between(0, 5), "a batch runs");
             int64_t row = 0;
             for (size_t i = 0; i < taken.size(); i++) {
-                Sequence& s = c.sequences[taken[i].first];
-                tables.commit(s, s.done + taken[i].second);
-                const float* logits = step.logits.data() + row * step.stride;
-                compare(c, taken[i].first, s.done, logits, step.stride, step.num_logits[i]);
+                const auto [sequence, kept] = taken[i];
+                Sequence& s = c.sequences[sequence];
+                const int dropped = step.counts[i] - kept;
+                tables.commit(s, s.done + kept);
+                compare(c, sequence, s.done, step.logits.data() + row * step.stride, step.stride,
+                        std::max(0, step.num_logits[i] - dropped));
                 row += step.num_logits[i];
             }
-            const auto over = [](const Sequence& s) { return s.left() == 0; };
-            if (std::all_of(c.sequences.begin(), c.sequences.end(), over)) break;
         }
         for (Sequence& s : c.sequences) tables.free(s);
     }
@@ -194,13 +283,12 @@ static void short_lives(Case& c) {
     check(model, "a model is created");
     for (int i = 0; i < 10; i++) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
-        void* engine = qd_engine_create(model, &c.kv);
-        check(engine && qd_kv_allocate(engine, c.num_open, c.num_sealed) == 0, "an engine is created");
-        Tables tables(c.kv, c.num_open, c.num_sealed, c.random);
+        void* engine = new_engine(model, c.groups);
+        Tables tables(c.groups, c.random);
         Sequence& s = c.sequences[0];
-        tables.allocate(s, 1);
-        Step step(c.model.vocab);
-        step.add(s, 1, 1);
+        tables.allocate(s, 1, 1);
+        Step step(c.model.vocab, c.groups.size());
+        step.add(s, {s.tokens[0]}, 1);
         run(engine, step, 0, "one token runs");
         compare(c, 0, 1, step.logits.data(), step.stride, 1);
         tables.free(s);
