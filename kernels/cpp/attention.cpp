@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <type_traits>
 
@@ -122,6 +123,10 @@ template <bool EXACT, bool SEALED, int SIZE, bool MASKED> void weigh_row(const K
     F most = set(s.most[row]);
     for (int i = 0; i < size; i += LANES) most = max(load(scores + i), most);
     const float top = largest(most), factor = exp2_of(s.most[row] - top);
+    // A masked token's scale may be NaN, and 0 · NaN isn't 0.
+    const auto seen = [&](int i, const float* x) {
+        return MASKED ? select_less(load(scores + i), set(-FLT_MAX), zero(), load(x + i)) : load(x + i);
+    };
     const auto weight = [&](F score) {
         return MASKED ? exp2_or_zero(sub(score, set(top))) : exp2(sub(score, set(top)));
     };
@@ -135,9 +140,9 @@ template <bool EXACT, bool SEALED, int SIZE, bool MASKED> void weigh_row(const K
             F a = weight(load(scores + i)), b = both ? weight(load(scores + i + LANES)) : zero();
             if (g == 0) total = add(total, add(a, b));
             if (SEALED) {
-                offsets = fma(a, load(offset + i), offsets);
-                a = mul(a, load(scale + i));
-                if (both) offsets = fma(b, load(offset + i + LANES), offsets), b = mul(b, load(scale + i + LANES));
+                offsets = fma(a, seen(i, offset), offsets);
+                a = mul(a, seen(i, scale));
+                if (both) offsets = fma(b, seen(i + LANES, offset), offsets), b = mul(b, seen(i + LANES, scale));
             }
             put<EXACT>(out, i, a, b);
         }
@@ -191,9 +196,57 @@ void gather_block(const KVLayout& kv, const Block& block, int keys, int rows, At
     }
 }
 
+// The same for an open block with values that aren't numbers: query by query, and what a query
+// doesn't see is zero.
+void gather_seen(const KVLayout& kv, const HeadRule& rule, const Tile& tile, const Block& block, int first, int keys,
+                 AttentionScratch& s) {
+    const int dim = kv.head_dim, heads = rule.queries_per_head;
+    const int64_t stride = operand_stride(kv, s.keys);
+    for (int q = 0; q < tile.count; q++) {
+        const int position = tile.position + q, row = q * heads;
+        std::memcpy(s.value_panel, block.data + kv.open_panel_bytes(), kv.open_panel_bytes());
+        for (int i = 0; i < kv.block_size; i++)
+            if (first + i > position || (rule.window && first + i <= position - rule.window))
+                clear_value(kv, s.value_panel, i);
+        panel_product({kv.open_kind(), s.weights + row * stride, stride, s.value_panel, dim, 0, dim / LANES, keys, heads,
+                       s.values + (int64_t)row * dim, dim, nullptr, s.factors + row});
+    }
+}
+
 // Asks for the next block while this one is in use.
 void fetch_block(const KVLayout& kv, const Block& block) {
     fetch(block.data, block.sealed ? kv.sealed_bytes() : kv.open_bytes());
+}
+
+// `odd`: V of some token isn't a number, so that the tokens that a query doesn't see are left out by
+// more than a weight of 0.
+void attend_blocks(const KVLayout& kv, const HeadRule& rule, const Tile& tile, int split, const BlockSource& blocks,
+                   bool odd, AttentionScratch& s) {
+    const int rows = rows_of(rule, tile), dim = kv.head_dim, size = kv.block_size;
+    const int per_split = SPLIT_TOKENS > size ? SPLIT_TOKENS / size : 1;
+    const int last = (split + 1) * per_split - 1 < tile.block ? (split + 1) * per_split - 1 : tile.block;
+    for (int r = 0; r < rows; r++) s.most[r] = NOTHING, s.total[r] = 0;
+    std::memset(s.offsets, 0, rows * kv.value_groups() * sizeof(float));
+    std::memset(s.values, 0, (int64_t)rows * dim * sizeof(float));
+    // Blocks that are too old for all rows come first; they may not be there any more.
+    const int begin = std::max(split * per_split, oldest_block(kv, rule.window, tile.position));
+    const int newest = tile.position + tile.count;  // keys from there on are masked for all rows
+    for (int b = begin; b <= last; b++) {
+        const Block block = blocks.find(b, tile.block);
+        if (b < last) fetch_block(kv, blocks.find(b + 1, tile.block));
+        // Values are read by 8 tokens; those that follow the newest have a weight of 0.
+        const int keys = std::min<int>(size, round_up(newest - b * size, 8));
+        score_block(kv, block, keys, rows, s);
+        weigh_block(kv, rule, tile, block, b * size, rows, s);
+        if (odd && !block.sealed) gather_seen(kv, rule, tile, block, b * size, keys, s);
+        else gather_block(kv, block, keys, rows, s);
+    }
+}
+
+bool all_finite(const float* x, int64_t count) {
+    F odd = zero();
+    for (int64_t i = 0; i < count; i += LANES) odd = fma(load(x + i), zero(), odd);
+    return sum(odd) == 0.0f;
 }
 
 }  // namespace
@@ -253,24 +306,10 @@ void load_queries(const KVLayout& kv, const HeadRule& rule, const Tile& tile, co
 
 void attend_split(const KVLayout& kv, const HeadRule& rule, const Tile& tile, int split, const BlockSource& blocks,
                   AttentionScratch& s) {
-    const int rows = rows_of(rule, tile), dim = kv.head_dim, size = kv.block_size, groups = kv.value_groups();
-    const int per_split = SPLIT_TOKENS > size ? SPLIT_TOKENS / size : 1;
-    const int last = (split + 1) * per_split - 1 < tile.block ? (split + 1) * per_split - 1 : tile.block;
-    for (int r = 0; r < rows; r++) s.most[r] = NOTHING, s.total[r] = 0;
-    std::memset(s.offsets, 0, rows * groups * sizeof(float));
-    std::memset(s.values, 0, (int64_t)rows * dim * sizeof(float));
-    // Blocks that are too old for all rows come first; they may not be there any more.
-    const int begin = std::max(split * per_split, oldest_block(kv, rule.window, tile.position));
-    const int newest = tile.position + tile.count;  // keys from there on are masked for all rows
-    for (int b = begin; b <= last; b++) {
-        const Block block = blocks.find(b, tile.block);
-        if (b < last) fetch_block(kv, blocks.find(b + 1, tile.block));
-        // Values are read by 8 tokens. What follows the newest token is zero or was.
-        const int keys = std::min<int>(size, round_up(newest - b * size, 8));
-        score_block(kv, block, keys, rows, s);
-        weigh_block(kv, rule, tile, block, b * size, rows, s);
-        gather_block(kv, block, keys, rows, s);
-    }
+    const int rows = rows_of(rule, tile), dim = kv.head_dim, groups = kv.value_groups();
+    attend_blocks(kv, rule, tile, split, blocks, false, s);
+    // A later token of the tile, or a draft that was dropped, must not matter whatever it holds.
+    if (!all_finite(s.values, (int64_t)rows * dim)) attend_blocks(kv, rule, tile, split, blocks, true, s);
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < dim; i += LANES) {
             float* at = s.values + (int64_t)r * dim + i;

@@ -146,6 +146,16 @@ void store_token(const KVLayout& kv, uint8_t* open, int offset, const float* k, 
     }
 }
 
+void clear_value(const KVLayout& kv, uint8_t* values, int offset) {
+    const int dim = kv.head_dim;
+    if (kv.exact) {
+        std::memset((float*)values + (int64_t)offset * dim, 0, dim * sizeof(float));
+        return;
+    }
+    uint16_t* halves = (uint16_t*)values + (int64_t)(offset / 2) * dim * 2 + offset % 2;
+    for (int i = 0; i < dim; i++) halves[i * 2] = 0;
+}
+
 void seal_block(const KVLayout& kv, const uint8_t* open, uint8_t* sealed) {
     const int token_vectors = kv.block_size / LANES, channel_vectors = kv.head_dim / LANES;
     seal_panel(kv, kv.key_kind(), open, kv.head_dim, token_vectors, token_vectors, sealed,

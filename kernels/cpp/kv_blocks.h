@@ -45,6 +45,9 @@ inline int oldest_block(const KVLayout& kv, int window, int position) {
 // Writes one token at `offset` of an open block; k, v: [head_dim] float32.
 void store_token(const KVLayout& kv, uint8_t* open, int offset, const float* k, const float* v);
 
+// Zeroes a token's V in a panel of open values.
+void clear_value(const KVLayout& kv, uint8_t* values, int offset);
+
 // Quantizes a full open block. A group with a value that float16 can't hold gets a NaN scale.
 void seal_block(const KVLayout& kv, const uint8_t* open, uint8_t* sealed);
 
