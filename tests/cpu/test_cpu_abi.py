@@ -17,7 +17,8 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "qd_matrix": abi.Matrix,
     "qd_layer": abi.Layer,
     "qd_model": abi.Model,
-    "qd_kv": abi.KV,
+    "qd_kv_group": abi.KVGroup,
+    "qd_block_copy": abi.BlockCopy,
     "qd_step": abi.Step,
 }
 ENUMS = {
@@ -71,7 +72,7 @@ def test_every_function_is_declared() -> None:
 
     library = Library()
     abi.declare(library)  # type: ignore[arg-type]
-    assert len(functions) == 14
+    assert len(functions) == 16
     assert set(library) == functions
 
 

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class Kind(IntEnum):
@@ -113,15 +113,24 @@ class Model(Structure):
     )
 
 
-class KV(Structure):
-    """qd_kv."""
+class KVGroup(Structure):
+    """qd_kv_group."""
 
     _fields_ = (
         ("dtype", c_int32),
         ("block_size", c_int32),
         ("sink_blocks", c_int32),
         ("residual_blocks", c_int32),
+        ("window", c_int32),
+        ("num_layers", c_int32),
+        ("layers", c_void_p),
     )
+
+
+class BlockCopy(Structure):
+    """qd_block_copy."""
+
+    _fields_ = (("group", c_int32), ("source", c_int32), ("target", c_int32))
 
 
 class Step(Structure):
@@ -139,24 +148,29 @@ class Step(Structure):
         ("sealed_blocks", c_void_p),
         ("logits", c_void_p),
         ("logits_stride", c_int64),
+        ("num_copies", c_int64),
+        ("copies", c_void_p),
     )
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Set argument and result types of every function of the header."""
     text, handle = ctypes.c_char_p, c_void_p
+    blocks: list[type] = [handle, c_int32, c_int32, c_int64, handle, handle]
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "qd_abi_version": (c_int32, []),
         "qd_isa": (text, []),
         "qd_error": (text, []),
         "qd_model_create": (handle, [POINTER(Model), c_int32]),
         "qd_model_destroy": (None, [handle]),
-        "qd_engine_create": (handle, [handle, POINTER(KV)]),
+        "qd_engine_create": (handle, [handle, POINTER(KVGroup), c_int32]),
         "qd_engine_destroy": (None, [handle]),
-        "qd_open_block_bytes": (c_int64, [handle]),
-        "qd_sealed_block_bytes": (c_int64, [handle]),
-        "qd_kv_allocate": (c_int32, [handle, c_int32, c_int32]),
-        "qd_pool": (handle, [handle, c_int32, POINTER(c_int64)]),
+        "qd_open_block_bytes": (c_int64, [handle, c_int32]),
+        "qd_sealed_block_bytes": (c_int64, [handle, c_int32]),
+        "qd_kv_allocate": (c_int32, [handle, handle, handle]),
+        "qd_pool": (handle, [handle, c_int32, c_int32, POINTER(c_int64)]),
+        "qd_read_blocks": (c_int32, blocks),
+        "qd_write_blocks": (c_int32, blocks),
         "qd_execute": (c_int32, [handle, POINTER(Step)]),
         "qd_read_seconds": (ctypes.c_double, [handle, c_int64, c_int32]),
         "qd_linear": (c_int32, [handle, POINTER(Matrix), handle, c_int32, handle]),

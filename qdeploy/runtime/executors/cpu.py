@@ -8,9 +8,8 @@ import os
 import sys
 import threading
 import weakref
-from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int64, c_uint8, cast
+from ctypes import byref
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,14 @@ from torch import Tensor
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.formats.checkpoint import Checkpoint
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.kv.groups import KVGroup, KVPoolSize
+from qdeploy.kv.groups import KVPoolSize, kv_groups
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
 from qdeploy.runtime.batch import BlockIds, StepBatch
 from qdeploy.runtime.executors.base import unallocated
+from qdeploy.runtime.executors.cpu_kv import KVEngine
 from qdeploy.runtime.executors.cpu_model import ModelData, checker, pack_model, unsupported
+from qdeploy.runtime.executors.cpu_step import StepArrays
 from qdeploy.runtime.executors.cpu_threads import default_threads
 from qdeploy.runtime.executors.tile_cache import open_tiles
 from qdeploy.runtime.executors.weights import WeightSource
@@ -40,9 +41,6 @@ from qdeploy_kernels.cpu.library import (
 from qdeploy_kernels.cpu.tiles import TILE_ROWS
 
 log = logging.getLogger("qdeploy")
-
-#: int32 in the ABI.
-_MAX_BLOCKS = 2**31 - 1
 
 
 class CpuModel:
@@ -94,32 +92,21 @@ class CpuExecutor:
             raise UsageError(reason, param="backend")
         self.spec, self.kv_config, self.act = model.spec, kv_config, model.act
         self.model, self._library = model, model.library
-        cdll = self._library.cdll
-        kv = abi.KV(
-            dtype=abi.KVDtype[kv_config.dtype.upper()],
-            block_size=kv_config.block_size,
-            sink_blocks=kv_config.sink_blocks,
-            residual_blocks=kv_config.residual_blocks,
-        )
-        self._engine = cdll.qd_engine_create(model.handle, byref(kv))
-        if not self._engine:
-            raise RuntimeError(self._library.error())
+        self.kv_groups = kv_groups(model.spec, kv_config)
+        self._kv = KVEngine(model.library, model.handle, self.kv_groups)
         # The finalizer holds the model, which therefore outlives its engines.
-        weakref.finalize(self, _destroy, cdll.qd_engine_destroy, self._engine, model)
-        # All layers are one group without a window: blocks that left one aren't released.
-        layers = tuple(range(model.spec.num_layers))
-        self.kv_groups: tuple[KVGroup, ...] = (KVGroup(layers=layers, config=kv_config),)
-        self.open_block_bytes: tuple[int, ...] = (cdll.qd_open_block_bytes(self._engine),)
-        self.sealed_block_bytes: tuple[int, ...] = (cdll.qd_sealed_block_bytes(self._engine),)
+        destroy = model.library.cdll.qd_engine_destroy
+        weakref.finalize(self, _destroy, destroy, self._kv.handle, model)
+        self.open_block_bytes = self._kv.open_block_bytes
+        self.sealed_block_bytes = self._kv.sealed_block_bytes
         self._memory = _LogitsMemory()
         self._stride = model.spec.vocab_size + -model.spec.vocab_size % TILE_ROWS
 
     def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
-        """Allocate both pools; drops what they held before."""
-        (size,) = pools
-        fits = max(size.num_open_blocks, size.num_sealed_blocks) <= _MAX_BLOCKS
-        allocate = self._library.cdll.qd_kv_allocate
-        if not fits or allocate(self._engine, size.num_open_blocks, size.num_sealed_blocks):
+        """Allocate every group's pools; drops what they held before."""
+        with self.model.lock:
+            allocated = self._kv.allocate(pools)
+        if not allocated:
             raise unallocated(self, pools)
 
     def with_kv(self, kv_config: KVCacheConfig) -> CpuExecutor:
@@ -128,51 +115,24 @@ class CpuExecutor:
 
     def execute(self, batch: StepBatch) -> Tensor:
         """Run one step: writes the slices' K/V, returns logits [batch.num_logits, vocab]."""
-        arrays = _StepArrays(batch, self.kv_config.block_size)
+        arrays = StepArrays(batch, self.kv_config.block_size, len(self.kv_groups))
         with self.model.lock:  # memory, too: two threads must not both find it free
-            self._copy(batch)
-            logits = self._memory.take(sum(arrays.num_logits), self._stride)
+            logits = self._memory.take(arrays.num_logits, self._stride)
             step = arrays.struct(logits)
-            failed = self._library.cdll.qd_execute(self._engine, byref(step))
+            failed = self._library.cdll.qd_execute(self._kv.handle, byref(step))
         if failed:
             raise RuntimeError(self._library.error())
         return logits[:, : self.spec.vocab_size]
 
     def read_blocks(self, ids: Sequence[BlockIds]) -> NDArray[np.uint8]:
-        """The packed bytes of blocks, one flat array; see Executor."""
-        (blocks,) = ids
+        """The packed bytes of blocks; see Executor. RuntimeError for ids that the pools lack."""
         with self.model.lock:
-            parts = [
-                self._pool(sealed)[:, list(which)].swapaxes(0, 1).reshape(-1)
-                for sealed, which in enumerate((blocks.open, blocks.sealed))
-                if which
-            ]
-        return np.concatenate([np.empty(0, np.uint8), *parts])
+            return self._kv.read(ids)
 
     def write_blocks(self, ids: Sequence[BlockIds], data: NDArray[np.uint8]) -> None:
-        """Put back what `read_blocks` gave."""
-        (blocks,) = ids
+        """Put back what `read_blocks` gave; RuntimeError when ids or the size don't fit."""
         with self.model.lock:
-            for sealed, which in enumerate((blocks.open, blocks.sealed)):
-                if which:
-                    pool = self._pool(sealed)
-                    size = len(which) * pool.shape[0] * pool.shape[2]
-                    part, data = data[:size], data[size:]
-                    pool[:, list(which)] = part.reshape(len(which), len(pool), -1).swapaxes(0, 1)
-
-    def _copy(self, batch: StepBatch) -> None:
-        for copy in batch.copies:
-            pool = self._pool(sealed=0)
-            pool[:, copy.target] = pool[:, copy.source]
-
-    def _pool(self, sealed: int) -> NDArray[np.uint8]:
-        """A pool's memory, [layers · KV heads, blocks, bytes of a head's block]; not empty."""
-        size = c_int64()
-        memory = self._library.cdll.qd_pool(self._engine, sealed, byref(size))
-        block_bytes = (self.open_block_bytes, self.sealed_block_bytes)[sealed][0]
-        panels = self.spec.num_layers * self.spec.num_kv_heads
-        flat = np.ctypeslib.as_array(cast(memory, POINTER(c_uint8)), (size.value,))
-        return flat.reshape(panels, -1, block_bytes // panels)
+            self._kv.write(ids, data)
 
 
 class _LogitsMemory:
@@ -189,48 +149,6 @@ class _LogitsMemory:
         if not free or self._array.size < rows * stride:
             self._array = np.empty(rows * stride, np.float32)
         return torch.from_numpy(self._array)[: rows * stride].view(rows, stride)
-
-
-class _StepArrays:
-    """A StepBatch as flat arrays, in microseconds: a step may take no more than a thousand.
-
-    An `array` of a list is made faster than a NumPy array, and than an array is extended by it.
-    """
-
-    def __init__(self, batch: StepBatch, block_size: int) -> None:
-        tokens, starts, counts = array("i"), array("i"), array("i")
-        num_logits, table_starts = array("i"), array("q")
-        opened, sealed = array("i"), array("i")
-        for piece in batch.slices:
-            starts.append(piece.start)
-            counts.append(len(piece.token_ids))
-            num_logits.append(piece.num_logits)
-            table_starts.append(len(opened))
-            needed = -(-(piece.start + len(piece.token_ids)) // block_size)
-            tokens.extend(piece.token_ids)
-            opened.extend(array("i", piece.open_blocks[0]))
-            sealed.extend(array("i", piece.sealed_blocks[0]))
-            if len(opened) != len(sealed) or len(opened) - table_starts[-1] < needed:
-                raise RuntimeError(f"the block tables of a slice don't have {needed} entries each")
-        self.tokens, self.starts, self.counts = tokens, starts, counts
-        self.num_logits, self.table_starts = num_logits, table_starts
-        self.open, self.sealed = opened, sealed
-
-    def struct(self, logits: Tensor) -> abi.Step:
-        """qd_step over these arrays and `logits`, which must stay alive."""
-        return abi.Step(
-            len(self.starts),
-            len(self.tokens),
-            self.tokens.buffer_info()[0],
-            self.starts.buffer_info()[0],
-            self.counts.buffer_info()[0],
-            self.num_logits.buffer_info()[0],
-            self.table_starts.buffer_info()[0],
-            self.open.buffer_info()[0],
-            self.sealed.buffer_info()[0],
-            logits.data_ptr(),
-            logits.stride(0),
-        )
 
 
 def problem(spec: DecoderSpec, kv_config: KVCacheConfig) -> str | None:

@@ -50,8 +50,6 @@ def unsupported(spec: DecoderSpec, kv: KVCacheConfig) -> str | None:
         fault = f"head_dim {spec.head_dim}, which is no multiple of 16 up to {_MAX_HEAD_DIM}"
     elif not low <= kv.block_size <= high:
         fault = f"block_size {kv.block_size}, which is not within {low} … {high}"
-    elif kv.layers:
-        fault = f"KV policies of single layers ({kv.key})"
     else:
         return None
     return f"backend cpu can't run {fault}; use --backend reference"
