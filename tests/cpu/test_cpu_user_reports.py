@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from ctypes import byref
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ def test_x12_a_width_that_is_not_advertised_raises(tmp_path: Path) -> None:
     executor: Any = load_executor(folder, backend="cpu", kv_config=KVCacheConfig(block_size=16))
     library = load_library()
     for dtype in (-1, len(abi.KVDtype), 99):
-        kv = abi.KV(dtype=dtype, block_size=16, sink_blocks=1, residual_blocks=0)
-        assert not library.cdll.qd_engine_create(executor.model.handle, byref(kv))
-        assert library.error()
+        layers = array("i", range(executor.spec.num_layers))
+        place, count = layers.buffer_info()
+        kv = abi.KVGroup(dtype=dtype, block_size=16, num_layers=count, layers=place)
+        assert not library.cdll.qd_engine_create(executor.model.handle, byref(kv), 1)
+        assert library.error() == f"the KV format {dtype} is unknown"
