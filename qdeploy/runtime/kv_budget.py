@@ -1,8 +1,8 @@
 """How many open and sealed blocks of each KV group a memory budget holds, by exact arithmetic.
 
-Pools grow together: the budget buys max_num_seqs sequences of one length, the longest that it can
-pay for, so that no group's pool runs out much before another's; and never less than one request
-of max_model_len (DESIGN §5).
+Pools grow together, so that none runs out much before another: the budget buys sequences of
+TYPICAL_TOKENS up to max_num_seqs, then makes them longer up to max_model_len, then keeps prefixes
+without a sequence; and one request of max_model_len always fits (DESIGN §5).
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from qdeploy.errors import CapacityError, UsageError
 from qdeploy.kv.groups import KVGroup, KVPoolSize
 
 DEFAULT_KV_CACHE_BYTES = 2 << 30
-#: One sequence in so many has left its sinks in the prefix cache while max_num_seqs others run.
+#: For so many sequences, the sinks of one more lie in the prefix cache.
 RUNNING_PER_CACHED = 4
+
+#: Few blocks for many sequences would be open ones only, and no sequence could grow.
+TYPICAL_TOKENS = 512
 
 #: Of every group in turn: open, sealed.
 Counts = list[int]
@@ -50,23 +53,29 @@ class KVBudget:
 
     def full(self, max_model_len: int, max_num_seqs: int) -> int:
         """Cost of pools that hold max_num_seqs requests of max_model_len."""
-        return self.price(self._wanted(max_model_len, max_model_len, max_num_seqs))
+        return self.price(self._wanted(max_num_seqs, max_model_len, max_model_len))
+
+    def level(self, max_model_len: int, max_num_seqs: int) -> tuple[int, int]:
+        """(sequences, tokens of each) that the pools are made for; sequences may be 0."""
+        typical = min(TYPICAL_TOKENS, max_model_len)
+        seqs = self._largest(max_num_seqs, lambda n: self._wanted(n, typical, max_model_len))
+        if seqs < max_num_seqs:
+            return seqs, typical
+        longer = self._largest(
+            max_model_len - typical, lambda n: self._wanted(seqs, typical + n, max_model_len)
+        )
+        return seqs, typical + longer
 
     def split(self, max_model_len: int, max_num_seqs: int) -> tuple[KVPoolSize, ...]:
-        """Pool sizes per group; CapacityError when one request of max_model_len doesn't fit.
-
-        What is left once every sequence has max_model_len goes to prefixes without a sequence.
-        """
+        """Pool sizes per group; CapacityError when one request of max_model_len doesn't fit."""
         if self.cost(max_model_len) > self.total:
             raise self._too_small(max_model_len)
-
-        def wanted(length: int) -> Counts:
-            return self._wanted(length, max_model_len, max_num_seqs)
-
-        length = self._largest(max_model_len, wanted)
-        counts = wanted(length)
-        if length < max_model_len:
-            goal = wanted(length + 1)
+        seqs, length = self.level(max_model_len, max_num_seqs)
+        counts = self._wanted(seqs, length, max_model_len)
+        if seqs < max_num_seqs:
+            goal = self._wanted(seqs + 1, length, max_model_len)
+        elif length < max_model_len:
+            goal = self._wanted(seqs, length + 1, max_model_len)
         else:
             idle = self._idle(max_model_len)
             times = (self.total - self.price(counts)) // self.price(idle)
@@ -78,18 +87,18 @@ class KVBudget:
         needs = (g.blocks_for_tokens(num_tokens, lookahead_tokens) for g in self.groups)
         return [count for pair in needs for count in pair]
 
-    def _wanted(self, length: int, max_model_len: int, max_num_seqs: int) -> Counts:
-        """Pools for max_num_seqs sequences of `length`; for 0, for one of max_model_len alone."""
+    def _wanted(self, seqs: int, length: int, max_model_len: int) -> Counts:
+        """Pools for `seqs` sequences of `length`, and for one of max_model_len alone."""
         alone = self._needs(max_model_len)
-        if length == 0:
+        if seqs == 0:
             return alone
-        each, spare = self._needs(length, self.lookahead_tokens), self._spare(max_num_seqs)
-        together = [max_num_seqs * n + more for n, more in zip(each, spare, strict=True)]
+        each, spare = self._needs(length, self.lookahead_tokens), self._spare(seqs)
+        together = [seqs * n + more for n, more in zip(each, spare, strict=True)]
         return [max(pair) for pair in zip(alone, together, strict=True)]
 
-    def _spare(self, max_num_seqs: int) -> Counts:
+    def _spare(self, seqs: int) -> Counts:
         """Open blocks for cached sinks, and for one prompt chunk that spans blocks."""
-        cached = -(-max_num_seqs // RUNNING_PER_CACHED)
+        cached = -(-seqs // RUNNING_PER_CACHED)
         spare = []
         for kv in (group.config for group in self.groups):
             spare += [cached * kv.sink_blocks + kv.residual_blocks + 1 if kv.seals else 0, 0]
@@ -115,7 +124,7 @@ class KVBudget:
             rest -= self.costs[furthest]
 
     def _largest(self, limit: int, counts_of: CountsOf) -> int:
-        """The largest length ≤ limit whose counts can be paid for; they grow with it, so bisect."""
+        """The largest n ≤ limit whose counts can be paid for; they grow with n, so bisect."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
