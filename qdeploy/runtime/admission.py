@@ -59,6 +59,8 @@ def make_samples(
             max_tokens=max_tokens,
             seed=seed,
             arrival_time=now,
+            priority=params.priority,
+            cache_salt=params.cache_salt or "",
         )
         for index in range(params.n)
     ]

@@ -130,5 +130,6 @@ class OutputCollector:
             stop_reason=None if stop is None else stop.reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
+            num_cached_tokens=request.num_cached_tokens,
             metrics=request.metrics(),
         )

@@ -15,20 +15,24 @@ from torch import Tensor
 from qdeploy.errors import QdeployError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.admission import check_prompt, make_samples, resolve_max_model_len
-from qdeploy.runtime.batch import StepBatch
+from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.collector import OutputCollector
 from qdeploy.runtime.kv_budget import plan_kv_pools
 from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput
+from qdeploy.runtime.preemption import PreemptionPolicy
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampler import sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
+from qdeploy.runtime.swap_space import SwapSpace
+from qdeploy.runtime.swapper import Swapper
 from qdeploy.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from qdeploy.runtime.executors.base import Executor
 
+DEFAULT_SWAP_SPACE_BYTES = 1 << 30
 OnLogits = Callable[[int, Tensor], None]
 
 
@@ -37,8 +41,10 @@ class EngineConfig:
     """Capacity and policy of an engine.
 
     max_model_len: None takes the model's context. kv_cache_memory_bytes or num_kv_blocks (open
-    and sealed together) sizes the cache; with neither, see kv_budget.plan_kv_pools. seed: for
-    requests that give none.
+    and sealed together) sizes the cache; with neither, see kv_budget.plan_kv_pools.
+    enable_prefix_caching: K/V of equal prompt beginnings are computed once. preemption: `recompute`
+    or `swap` to at most swap_space_bytes of host memory, or `auto`, the cheaper of both by
+    measured cost. seed: for requests that give none.
     """
 
     kv: KVCacheConfig
@@ -46,6 +52,9 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    preemption: str = "auto"
+    swap_space_bytes: int = DEFAULT_SWAP_SPACE_BYTES
     kv_cache_memory_bytes: int | None = None
     num_kv_blocks: int | None = None
     seed: int = 0
@@ -56,6 +65,11 @@ class EngineConfig:
                 raise UsageError(
                     f"{name}={getattr(self, name)} is not allowed; give 1 or more", param=name
                 )
+        if self.swap_space_bytes < 0:
+            raise UsageError(
+                f"swap_space={self.swap_space_bytes} is negative; give 0 or more bytes",
+                param="swap_space",
+            )
 
 
 class Engine:
@@ -87,13 +101,27 @@ class Engine:
             num_kv_blocks=config.num_kv_blocks,
         )
         executor.allocate_kv(pools)
-        self.blocks = BlockManager(executor.kv_groups, pools)
+        self.blocks = BlockManager(
+            executor.kv_groups, pools, prefix_caching=config.enable_prefix_caching
+        )
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=PreemptionPolicy(mode=config.preemption),
+            swap=SwapSpace(
+                config.swap_space_bytes,
+                [
+                    num_bytes
+                    for pair in zip(
+                        executor.open_block_bytes, executor.sealed_block_bytes, strict=True
+                    )
+                    for num_bytes in pair
+                ],
+            ),
         )
+        self._swapper = Swapper(executor, self.scheduler)
         self._collector = OutputCollector(self.eos_token_ids, tokenizer)
         self._samples: dict[str, list[Request]] = {}
         self._on_logits: dict[str, OnLogits] = {}
@@ -139,6 +167,7 @@ class Engine:
         """Run one step; returns what it added to each sample."""
         outputs, self._pending = self._pending, []
         step = self.scheduler.schedule()
+        self._swapper.move(step)
         if not step.num_scheduled_tokens:
             return outputs
         self._note_schedule(step)
@@ -189,15 +218,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters."""
         tokens, seqs, when = self._last_step
-        opened = [blocks.open_pool for blocks in self.blocks.groups]
-        sealed = [blocks.sealed_pool for blocks in self.blocks.groups]
+        opened, sealed = self.blocks.pools[0::2], self.blocks.pools[1::2]
         return EngineStats(
-            num_requests_running=len(self.scheduler.running),
+            num_requests_running=self.scheduler.num_running,
             num_requests_waiting=self.scheduler.num_waiting,
             num_open_blocks=sum(pool.size for pool in opened),
-            num_open_blocks_used=sum(pool.num_used for pool in opened),
+            num_open_blocks_used=sum(pool.num_live for pool in opened),
+            num_open_blocks_cached=sum(pool.num_cached for pool in opened),
             num_sealed_blocks=sum(pool.size for pool in sealed),
-            num_sealed_blocks_used=sum(pool.num_used for pool in sealed),
+            num_sealed_blocks_used=sum(pool.num_live for pool in sealed),
+            num_sealed_blocks_cached=sum(pool.num_cached for pool in sealed),
+            swap_space_used_bytes=self.scheduler.swap.num_used_bytes,
             num_steps=self._counters["steps"],
             last_step_tokens=tokens,
             last_step_seqs=seqs,
@@ -205,6 +236,9 @@ class Engine:
             prompt_tokens_total=self._counters["prompt_tokens"],
             generation_tokens_total=self._counters["generation_tokens"],
             num_preemptions_total=self.scheduler.num_preemptions,
+            num_swaps_total=self.scheduler.num_swaps,
+            prefix_cache_queries_total=self.scheduler.num_prefix_queries,
+            prefix_cache_hits_total=self.scheduler.num_prefix_hits,
             finished=dict(self._finished),
         )
 
@@ -217,17 +251,24 @@ class Engine:
 
     def _note_schedule(self, step: ScheduledStep) -> None:
         self._counters["steps"] += 1
+        now = time.monotonic()
         for request in step.num_scheduled_tokens:
             if request.first_scheduled_time is None:
-                request.first_scheduled_time = time.monotonic()
                 self._counters["prompt_tokens"] += request.num_prompt_tokens
+                for sample in (request, *request.followers):
+                    sample.first_scheduled_time = now
 
     def _execute(
         self, step: ScheduledStep, batch: StepBatch, outputs: list[RequestOutput]
     ) -> Tensor | None:
         """Run the executor; a failure ends the step's requests with an error, nobody else's."""
+        prompts = sum(n for r, n in step.num_scheduled_tokens.items() if not r.is_decoding)
         try:
-            return self.executor.execute(batch)
+            began = time.perf_counter()
+            logits = self.executor.execute(batch)
+            seconds = time.perf_counter() - began
+            self.scheduler.policy.note_step(prompts, step.num_tokens, seconds)
+            return logits
         except Exception as error:
             message = (
                 f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
@@ -240,21 +281,28 @@ class Engine:
         self, step: ScheduledStep, batch: StepBatch, logits: Tensor, outputs: list[RequestOutput]
     ) -> None:
         """Give each slice its rows of logits [num_logits, vocab]."""
-        self.scheduler.commit(step)
         rows, end = logits.cpu().numpy(), 0
         for request, part in zip(step.num_scheduled_tokens, batch.slices, strict=True):
             start, end = end, end + part.num_logits
-            try:
-                if request.scoring:
-                    self._take_scores(request, logits[start:end], outputs)
-                elif start < end:
-                    self._take_token(request, rows[start], outputs)
-            except Exception as error:
-                # Whatever went wrong, the requests after this one still get their rows (P5).
-                if request.scoring:
-                    self._scoring_error = error
-                message = f"sampling failed: {str(error) or type(error).__name__}"
-                self._finish(request, "error", outputs, error=" ".join(message.split()))
+            for sample in self._advance(request, part):
+                try:
+                    if sample.scoring:
+                        self._take_scores(sample, logits[start:end], outputs)
+                    elif start < end:
+                        self._take_token(sample, rows[start], outputs)
+                except Exception as error:
+                    # Whatever went wrong, those after this one still get their rows (P5).
+                    if sample.scoring:
+                        self._scoring_error = error
+                    message = f"sampling failed: {str(error) or type(error).__name__}"
+                    self._finish(sample, "error", outputs, error=" ".join(message.split()))
+
+    def _advance(self, request: Request, part: SequenceSlice) -> list[Request]:
+        """A slice is computed; returns the samples that its last row of logits is for."""
+        self.scheduler.commit(request, len(part.token_ids))
+        if request.followers and request.num_uncomputed_tokens == 0:
+            return [request, *self.scheduler.fork(request)]
+        return [request]
 
     def _take_scores(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
         if len(rows):

@@ -41,6 +41,7 @@ class RequestOutput:
     token_ids, text, logprobs: the new ones only. `text` lags behind `token_ids` while bytes of a
         character or a possible stop string are pending; its concatenation over a request is the
         whole text, ended before a stop string.
+    num_cached_tokens: of the prompt, whose K/V were found in the prefix cache.
     finish_reason: None while the sample runs. stop_reason: the stop string or stop token id that
         ended it (None for eos). error: one line when finish_reason is "error".
     """
@@ -55,6 +56,7 @@ class RequestOutput:
     error: str | None = None
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
     metrics: RequestMetrics
 
     @property
@@ -89,6 +91,7 @@ class GenerationOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
 
     @property
@@ -105,6 +108,7 @@ class GenerationOutput:
             sample.logprobs = [*(sample.logprobs or ()), *output.logprobs]
         sample.finish_reason = output.finish_reason
         sample.stop_reason, sample.error = output.stop_reason, output.error
+        self.num_cached_tokens = output.num_cached_tokens
         self.metrics = output.metrics
 
 
@@ -112,16 +116,21 @@ class GenerationOutput:
 class EngineStats:
     """A snapshot of the engine: gauges first, then counters since the start.
 
-    *_blocks_used counts blocks held by requests; pools are fixed at start-up. finished counts
-    samples by finish_reason.
+    *_blocks_used counts blocks held by requests, *_blocks_cached those that only the prefix cache
+    remembers; pools are fixed at start-up. num_swaps_total: preemptions that kept the K/V on the
+    host. prefix_cache_*: tokens that were looked up, and found. finished counts samples by
+    finish_reason.
     """
 
     num_requests_running: int
     num_requests_waiting: int
     num_open_blocks: int
     num_open_blocks_used: int
+    num_open_blocks_cached: int
     num_sealed_blocks: int
     num_sealed_blocks_used: int
+    num_sealed_blocks_cached: int
+    swap_space_used_bytes: int
     num_steps: int
     last_step_tokens: int
     last_step_seqs: int
@@ -129,6 +138,9 @@ class EngineStats:
     prompt_tokens_total: int
     generation_tokens_total: int
     num_preemptions_total: int
+    num_swaps_total: int
+    prefix_cache_queries_total: int
+    prefix_cache_hits_total: int
     finished: Mapping[str, int]
 
     @property

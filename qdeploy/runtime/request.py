@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     from qdeploy.runtime.processors import Processor, TokenMask
 
 
+#: One step of priority is worth so much waiting: a request is served as if it had come that many
+#: seconds later per unit. So priorities age by themselves, and nobody starves.
+PRIORITY_SECONDS = 60.0
+
+
 class RequestStatus(Enum):
-    """Where a request is; a preempted one waits again."""
+    """Where a request is; a preempted one waits again, or waits with its K/V on the host."""
 
     WAITING = "waiting"
+    SWAPPED = "swapped"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -27,11 +33,18 @@ class Request:
     """Tokens and progress of one sample; `n` samples are n of these under one request_id.
 
     order: admission order, smaller is older. max_tokens: resolved, never None.
+    priority: smaller is sooner. rank: the static order of service, by priority and age.
+    cache_salt: prefixes are shared only between requests with the same one.
     scoring: wants the logits of every position, and no sampled token.
     sequence_id: names the sample in the block manager.
     num_scored: positions whose logits were handed over (a preempted one isn't scored twice).
     bad_words: token sequences that must not come. token_mask: the sample's own grammar.
     processors: the sampler's, made of these and of params for the first token.
+    num_cached_tokens: of the prompt, found in the prefix cache when the request began.
+    draft_token_ids: proposed to follow token_ids, not verified yet. The engine sets them before a
+        step; the scheduler keeps those for which there is room.
+    followers: the other samples of a request whose prompt isn't computed yet; they begin with a
+        fork of this one, their leader, and take their first tokens from its row of logits.
     """
 
     request_id: str
@@ -43,9 +56,16 @@ class Request:
     seed: int = 0
     scoring: bool = False
     arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str = ""
     token_ids: list[int] = field(init=False)
     sequence_id: str = field(init=False)
+    rank: tuple[float, int, int] = field(init=False)
+    draft_token_ids: list[int] = field(default_factory=list)
+    followers: list[Request] = field(default_factory=list)
+    leader: Request | None = field(default=None, repr=False)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -59,6 +79,8 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.sequence_id = f"{self.request_id}/{self.index}"
+        due = self.arrival_time + self.priority * PRIORITY_SECONDS
+        self.rank = (due, self.order, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +111,23 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether exactly the last sampled token is left to compute."""
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that this one will become."""
+        return 1 + len(self.followers)
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether every position of the prompt must be computed, and none taken from the cache."""
+        return self.scoring
+
+    def num_logits(self, start: int, end: int) -> int:
+        """How many of the positions start … end − 1, the last ones, want logits. Positions of
+        drafts follow the last token's.
+        """
+        first = self.num_scored if self.scoring else self.num_tokens - 1
+        return max(0, end - max(start, first))
 
     def append(self, token_id: int, now: float) -> None:
         """Take a sampled token at time `now`."""

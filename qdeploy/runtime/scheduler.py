@@ -1,40 +1,47 @@
 """Which tokens the next step computes. Continuous batching with one token budget; no torch here.
 
-Order within a step: decodes, then prefill chunks of running requests, then admissions; each
-oldest first. When blocks run out the newest running request is preempted and recomputed later.
-The oldest request can always take everybody else's blocks, and alone it fits (`add` checks), so
-the system can't deadlock.
+Requests are served in the order of `Request.rank`, priority and age in one static number. Within a
+step: decodes, drafts, then prompt chunks of running requests, then admissions. When blocks run out
+the last running request is preempted; it waits, to be recomputed or with its K/V on the host. The
+first request can always take everybody else's blocks, and alone it fits (`add` checks), so the
+system can't deadlock.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qdeploy.errors import CapacityError, UsageError
-from qdeploy.runtime.batch import SequenceSlice, StepBatch
-from qdeploy.runtime.block_manager import BlockManager
+from qdeploy.runtime.batch import BlockIds, SequenceSlice, StepBatch
+from qdeploy.runtime.block_manager import BlockManager, Restored
+from qdeploy.runtime.preemption import PreemptionPolicy
+from qdeploy.runtime.prefix_cache import PrefixHit
 from qdeploy.runtime.request import Request, RequestStatus
+from qdeploy.runtime.swap_space import SwapSpace
 
 
 @dataclass(slots=True)
 class ScheduledStep:
     """num_scheduled_tokens per request, in batch order; preempted: who lost its blocks.
 
-    num_tokens: their sum.
+    num_tokens: their sum. swap_outs: read these blocks first; swap_ins: then write those; both
+    before the step.
     """
 
     num_scheduled_tokens: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+    swap_outs: dict[Request, tuple[BlockIds, ...]] = field(default_factory=dict)
+    swap_ins: dict[Request, Restored] = field(default_factory=dict)
 
 
 class Scheduler:
-    """Waiting and running requests.
+    """Waiting and running requests, both sorted by rank.
 
-    An entry of `waiting` is admitted whole or not at all: the n samples of a new request, or one
-    preempted sample. `running` is sorted from oldest to newest.
+    A request in `waiting` may have followers, the other samples of its prompt: they are admitted
+    together or not at all, and fork when the prompt is computed. Until then they take seats only.
     """
 
     def __init__(
@@ -44,19 +51,31 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_chunked_prefill: bool = True,
+        policy: PreemptionPolicy | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.waiting: deque[tuple[Request, ...]] = deque()
+        self.policy = PreemptionPolicy() if policy is None else policy
+        self.swap = SwapSpace(0, [1] * len(blocks.columns)) if swap is None else swap
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
 
     @property
     def num_waiting(self) -> int:
         """Samples that wait."""
-        return sum(len(entry) for entry in self.waiting)
+        return sum(request.num_samples for request in self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that run, or will once their leader's prompt is computed."""
+        return sum(request.num_samples for request in self.running)
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,57 +89,107 @@ class Scheduler:
                 f"n={len(samples)} exceeds max_num_seqs={self.max_num_seqs}; ask for fewer samples",
                 param="n",
             )
-        for request in samples:
-            longest = request.num_prompt_tokens + request.max_tokens
-            if not self.blocks.fits_alone(longest):
-                raise CapacityError(
-                    f"request {request.request_id!r} needs KV blocks for {longest} tokens, more "
-                    "than the whole cache has; shorten it or raise kv_cache_memory"
-                )
-        self.waiting.append(tuple(samples))
+        leader, *followers = samples
+        longest = leader.num_prompt_tokens + leader.max_tokens
+        if not self.blocks.fits_alone(longest):
+            raise CapacityError(
+                f"request {leader.request_id!r} needs KV blocks for {longest} tokens, more "
+                "than the whole cache has; shorten it or raise kv_cache_memory"
+            )
+        _lead(leader, followers)
+        self._wait(leader)
+
+    # --- a step --------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
         """Choose the next step and give it its blocks."""
         step = ScheduledStep()
         for request in [r for r in self.running if r.is_decoding]:
             self._run(step, request, 1)
-        for request in [r for r in self.running if not r.is_decoding]:
-            if not self._run(step, request, request.num_uncomputed_tokens):
-                return step  # newcomers would take what it waits for (unchunked: the budget)
-        # After a preemption the freed blocks belong to the older requests first.
-        if not step.preempted:
+        self._add_drafts(step)
+        if self._run_prompts(step) and not step.preempted:
+            # After a preemption the freed blocks belong to the earlier requests first.
             self._admit(step)
+        self._allocate_drafts(step)
         return step
 
     def batch(self, step: ScheduledStep) -> StepBatch:
         """The executor's view of a step."""
-        return StepBatch([self._slice(r, n) for r, n in step.num_scheduled_tokens.items()])
+        scheduled = step.num_scheduled_tokens
+        return StepBatch(
+            slices=[self._slice(request, n) for request, n in scheduled.items()],
+            copies=self.blocks.take_copies([request.sequence_id for request in scheduled]),
+        )
 
-    def commit(self, step: ScheduledStep) -> None:
-        """The executor has run the step: advance, release what is no longer needed."""
-        for request, num_tokens in step.num_scheduled_tokens.items():
-            request.num_computed_tokens += num_tokens
-            self.blocks.commit(request.sequence_id, request.num_computed_tokens)
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """The executor has run the step, and the first num_tokens of the request's slice are
+        kept: all but rejected drafts. Accepted drafts are in token_ids by then.
+        """
+        request.num_computed_tokens += num_tokens
+        self.blocks.commit(
+            request.sequence_id,
+            request.num_computed_tokens,
+            request.token_ids,
+            request.cache_salt,
+        )
+
+    def fork(self, leader: Request) -> list[Request]:
+        """Start the followers of a request whose prompt is computed; returns them."""
+        followers, leader.followers = leader.followers, []
+        for request in followers:
+            self.blocks.fork(leader.sequence_id, request.sequence_id)
+            request.leader = None
+            request.num_computed_tokens = leader.num_computed_tokens
+            request.num_cached_tokens = leader.num_cached_tokens
+            request.status = RequestStatus.RUNNING
+            insort(self.running, request, key=_rank)
+        return followers
+
+    # --- leaving -------------------------------------------------------------------------------
 
     def finish(self, request: Request) -> None:
-        """Remove a request, wherever it is, and free its blocks. Harmless when repeated."""
+        """Remove a request, wherever it is, and free what it holds. Harmless when repeated."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request.leader is not None:
+            request.leader.followers.remove(request)
+        elif request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+        request.status = RequestStatus.FINISHED
+        if request.followers:
+            heir, *rest = request.followers
+            request.followers, heir.leader = [], None
+            _lead(heir, rest)
+            self._wait(heir)
+
+    def restart(self, step: ScheduledStep, request: Request) -> None:
+        """Compute a request anew: its K/V got lost on the way from or to the host."""
+        step.num_tokens -= step.num_scheduled_tokens.pop(request, 0)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        elif request.status is RequestStatus.WAITING:
-            entries = (tuple(r for r in e if r is not request) for e in self.waiting)
-            self.waiting = deque(e for e in entries if e)
-        self.blocks.free(request.sequence_id)
-        request.status = RequestStatus.FINISHED
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+        self._wait(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when queues, tables and progress disagree."""
+        """Raise AssertionError when queues, tables, swap space and progress disagree."""
         self.blocks.check_integrity()
-        waiting = [r for entry in self.waiting for r in entry]
-        assert len(self.running) <= self.max_num_seqs, "too many sequences run"
+        swapped = [r for r in self.waiting if r.status is RequestStatus.SWAPPED]
+        self.swap.check_integrity([r.sequence_id for r in swapped])
+        for queue in (self.waiting, self.running):
+            ranks = [r.rank for r in queue]
+            assert ranks == sorted(set(ranks)), "a queue isn't sorted by rank"
+            for leader in queue:
+                assert all(f.leader is leader for f in leader.followers), "followers astray"
+                assert leader.leader is None, "a follower in a queue"
+        assert self.num_running <= self.max_num_seqs, "too many sequences run"
         assert all(r.status is RequestStatus.RUNNING for r in self.running), "status of running"
-        assert all(r.status is RequestStatus.WAITING for r in waiting), "status of waiting"
-        orders = [(r.order, r.index) for r in self.running]
-        assert orders == sorted(set(orders)), "running isn't sorted by age"
+        waits = (RequestStatus.WAITING, RequestStatus.SWAPPED)
+        assert all(r.status in waits for r in self.waiting), "status of waiting"
         running = {r.sequence_id for r in self.running}
         assert set(self.blocks.tables) <= running, "blocks held by a request that doesn't run"
         for request in self.running:
@@ -128,48 +197,74 @@ class Scheduler:
             computed = table.num_tokens if table is not None else 0
             assert computed == request.num_computed_tokens, "table and progress disagree"
 
+    # --- inside --------------------------------------------------------------------------------
+
+    def _wait(self, request: Request) -> None:
+        insort(self.waiting, request, key=_rank)
+
+    def _release(self, request: Request) -> None:
+        self.blocks.free(request.sequence_id)
+        self.swap.drop(request.sequence_id)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+
     def _slice(self, request: Request, num_tokens: int) -> SequenceSlice:
         start = request.num_computed_tokens
         end = start + num_tokens
+        token_ids = request.token_ids[start:end]
+        if end > request.num_tokens:
+            token_ids += request.draft_token_ids[: end - request.num_tokens]
         open_blocks, sealed_blocks = self.blocks.tables[request.sequence_id].ids()
-        num_logits = 1 if end == request.num_tokens else 0
-        if request.scoring:
-            num_logits = max(0, end - max(start, request.num_scored))
         return SequenceSlice(
-            token_ids=request.token_ids[start:end],
+            token_ids=token_ids,
             start=start,
             open_blocks=open_blocks,
             sealed_blocks=sealed_blocks,
-            num_logits=num_logits,
+            num_logits=request.num_logits(start, end),
         )
 
-    def _admit(self, step: ScheduledStep) -> None:
-        """Move entries from waiting to running, first come first served."""
-        while self.waiting:
-            entry = self.waiting[0]
-            if len(self.running) + len(entry) > self.max_num_seqs:
-                return
-            if self._chunk(step, entry[0], entry[0].num_uncomputed_tokens) == 0:
-                return
-            if self.running and not self._fits_now(entry):
-                return
-            self.waiting.popleft()
-            for request in entry:
-                request.status = RequestStatus.RUNNING
-                self.running.append(request)
-            self.running.sort(key=lambda r: (r.order, r.index))
-            for request in entry:
-                # Never preempts: if blocks lack after all, the request runs in a later step.
-                self._run(step, request, request.num_uncomputed_tokens, may_preempt=False)
+    def _add_drafts(self, step: ScheduledStep) -> None:
+        """Give the step's decodes as many of their drafts as budget and max_tokens admit."""
+        for request in self.running:
+            drafts = request.draft_token_ids
+            if not drafts:
+                continue
+            room = min(
+                self.max_num_batched_tokens - step.num_tokens,
+                request.max_tokens - request.num_output_tokens - 1,
+            )
+            del drafts[max(0, room) if request in step.num_scheduled_tokens else 0 :]
+            if drafts:
+                step.num_scheduled_tokens[request] += len(drafts)
+                step.num_tokens += len(drafts)
 
-    def _fits_now(self, entry: tuple[Request, ...]) -> bool:
-        """Whether free blocks hold all tokens that the entry has so far, and one more each.
+    def _allocate_drafts(self, step: ScheduledStep) -> None:
+        """Drafts get the blocks that are left when everything else has its own, or are dropped."""
+        size = self.blocks.block_size
+        for request in step.num_scheduled_tokens:
+            drafts = request.draft_token_ids
+            if not drafts:
+                continue
+            certain = request.num_tokens
+            in_tail = max(0, -certain % size - 1)  # more that surely need no block
+            for kept in (len(drafts), min(len(drafts), in_tail), 0):
+                end = certain + kept
+                if self.blocks.allocate(request.sequence_id, end, certain_end=certain):
+                    break
+            step.num_scheduled_tokens[request] -= len(drafts) - kept
+            step.num_tokens -= len(drafts) - kept
+            del drafts[kept:]
 
-        Not a reservation: it only keeps a newcomer from being preempted at once.
+    def _run_prompts(self, step: ScheduledStep) -> bool:
+        """Chunks for running requests; False when one got none: newcomers would take what it
+        waits for (unchunked: the budget).
         """
-        return self.blocks.fit_now([r.num_tokens + 1 for r in entry])
+        return all(
+            self._run(step, request, request.num_uncomputed_tokens)
+            for request in [r for r in self.running if not r.is_decoding]
+        )
 
-    def _chunk(self, step: ScheduledStep, request: Request, wanted: int) -> int:
+    def _chunk(self, step: ScheduledStep, wanted: int) -> int:
         """How many of `wanted` tokens the step's budget admits; 0 for none."""
         left = self.max_num_batched_tokens - step.num_tokens
         if wanted <= left:
@@ -182,16 +277,16 @@ class Scheduler:
         """Give `request` up to `wanted` tokens of the step; False when it got none."""
         if request.status is not RequestStatus.RUNNING:
             return False  # preempted earlier in this step
-        num_tokens = self._chunk(step, request, wanted)
+        num_tokens = self._chunk(step, wanted)
         while num_tokens:
             num_tokens = self._allocate(request, num_tokens)
             if num_tokens > 0:
                 step.num_scheduled_tokens[request] = num_tokens
                 step.num_tokens += num_tokens
                 return True
-            if not may_preempt or not self._preempt_newest(step, request):
+            if not may_preempt or not self._preempt_last(step, request):
                 return False
-            num_tokens = self._chunk(step, request, wanted)
+            num_tokens = self._chunk(step, wanted)
         return False
 
     def _allocate(self, request: Request, num_tokens: int) -> int:
@@ -203,16 +298,143 @@ class Scheduler:
                 return chunk
         return 0
 
-    def _preempt_newest(self, step: ScheduledStep, request: Request) -> bool:
-        """Take the newest request's blocks; False when that is `request` itself."""
+    # --- admission -----------------------------------------------------------------------------
+
+    def _admit(self, step: ScheduledStep) -> None:
+        """Move requests from waiting to running, in their order."""
+        for request in list(self.waiting):
+            if self.num_running + request.num_samples > self.max_num_seqs:
+                return
+            hit = self._match(request)
+            if self._will_hit_more(request, hit):
+                continue
+            wanted = request.num_uncomputed_tokens - hit.num_tokens
+            if self._chunk(step, wanted) == 0 or not self._has_room(request, hit):
+                return
+            if not self._start(step, request, hit):
+                return
+            self.waiting.remove(request)
+            request.status = RequestStatus.RUNNING
+            insort(self.running, request, key=_rank)
+            # Never preempts: if blocks lack after all, the request runs in a later step.
+            self._run(step, request, wanted, may_preempt=False)
+
+    def _match(self, request: Request) -> PrefixHit:
+        if request.status is RequestStatus.SWAPPED or request.needs_prompt_logits:
+            return PrefixHit()
+        return self.blocks.match(request.token_ids, request.cache_salt)
+
+    def _will_hit_more(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a running request is computing most of what this one would have to: then it
+        waits until that is in the cache, at most until the other's prompt is computed.
+        """
+        if not self.blocks.caches_every_block or request.status is RequestStatus.SWAPPED:
+            return False
+        if request.needs_prompt_logits:
+            return False
+        uncomputed = request.num_tokens - hit.num_tokens
+        return any(
+            2 * (self._num_shared_tokens(request, other) - hit.num_tokens) >= uncomputed
+            for other in self.running
+            if not other.is_decoding and other.cache_salt == request.cache_salt
+        )
+
+    def _num_shared_tokens(self, request: Request, other: Request) -> int:
+        """Tokens of whole blocks with which both begin; at least one more is left to compute."""
+        size = self.blocks.block_size
+        longest = min(request.num_tokens - 1, other.num_tokens) // size * size
+        for start in range(0, longest, size):
+            part = slice(start, start + size)
+            if request.token_ids[part] != other.token_ids[part]:
+                return start
+        return longest
+
+    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the available blocks hold all tokens that the request has so far and one more
+        for each sample, besides the prompts that are being computed. Alone, it always has room.
+        """
+        if not self.running:
+            return True
+        costs = self.blocks.cost_of(hit, request.num_tokens + 1)
+        reserved = [self._outstanding(r) for r in self.running if not r.is_decoding]
+        for index, (column, pool) in enumerate(
+            zip(self.blocks.columns, self.blocks.pools, strict=True)
+        ):
+            tails = 0 if column.sealed else len(request.followers)
+            others = sum(counts[index] for counts in reserved)
+            if costs[index] + tails + others > pool.num_available:
+                return False
+        return True
+
+    def _outstanding(self, request: Request) -> list[int]:
+        """Blocks per column that a running request needs until its prompt is computed."""
+        needs = self.blocks.blocks_for(request.num_tokens + 1)
+        held = self.blocks.held_by(request.sequence_id)
+        tails = len(request.followers)
+        return [
+            max(0, need - has) + (0 if column.sealed else tails)
+            for column, need, has in zip(self.blocks.columns, needs, held, strict=True)
+        ]
+
+    def _start(self, step: ScheduledStep, request: Request, hit: PrefixHit) -> bool:
+        """Give a request the blocks with which it begins; False when they lack."""
+        if request.status is RequestStatus.SWAPPED:
+            table = self.swap.table(request.sequence_id)
+            restored = self.blocks.swap_in(
+                request.sequence_id, table, request.token_ids, request.cache_salt
+            )
+            if restored is None:
+                return False
+            step.swap_ins[request] = restored
+            return True
+        self.blocks.adopt(request.sequence_id, hit)
+        request.num_computed_tokens = hit.num_tokens
+        if not request.num_preemptions and not request.needs_prompt_logits:
+            request.num_cached_tokens = hit.num_tokens
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += hit.num_tokens
+        return True
+
+    # --- preemption ----------------------------------------------------------------------------
+
+    def _preempt_last(self, step: ScheduledStep, request: Request) -> bool:
+        """Take the last request's blocks; False when that is `request` itself."""
         victim = self.running.pop()
         step.num_tokens -= step.num_scheduled_tokens.pop(victim, 0)
         step.preempted.append(victim)
-        self.blocks.free(victim.sequence_id)
-        victim.num_computed_tokens = 0
+        victim.draft_token_ids.clear()
         victim.num_preemptions += 1
-        victim.status = RequestStatus.WAITING
         self.num_preemptions += 1
-        # Victims fall newest first, so each goes before the one before it.
-        self.waiting.appendleft((victim,))
+        if self._should_swap(victim):
+            table, ids = self.blocks.swap_out(victim.sequence_id)
+            self.swap.reserve(victim.sequence_id, table)
+            victim.status = RequestStatus.SWAPPED
+            step.swap_outs[victim] = ids
+            self.num_swaps += 1
+        else:
+            self._release(victim)
+        self._wait(victim)
         return victim is not request
+
+    def _should_swap(self, victim: Request) -> bool:
+        """Whether to keep the victim's K/V on the host. What others hold, too, would be found
+        in the cache again, and needn't be recomputed.
+        """
+        if not victim.num_computed_tokens:
+            return False
+        num_bytes = self.swap.size(self.blocks.held_by(victim.sequence_id))
+        shared = 0
+        if self.blocks.prefix_caching and not victim.needs_prompt_logits:
+            shared = self.blocks.num_shared_tokens(victim.sequence_id)
+        tokens = victim.num_computed_tokens - shared
+        return self.policy.prefers_swap(tokens, num_bytes) and self.swap.has_room(num_bytes)
+
+
+def _lead(leader: Request, followers: Sequence[Request]) -> None:
+    leader.followers = list(followers)
+    for request in followers:
+        request.leader = leader
+
+
+def _rank(request: Request) -> tuple[float, int, int]:
+    return request.rank

@@ -2,109 +2,240 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.groups import KVGroup, KVPoolSize
-from qdeploy.runtime.block_manager import BlockManager
+from qdeploy.runtime.block_manager import BlockManager, SwappedTable
 from qdeploy.runtime.block_pool import BlockPool
+from runtime.block_world import Block, BlockWorld, Sequence_
 
 SIZE = 8
+NAMES = st.sampled_from("abcd")
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=5 * SIZE)
 
 
-def manager(kv: KVCacheConfig, num_open: int, num_sealed: int) -> BlockManager:
+def group(index: int = 0, window: int = 0, dtype: str = "int4", **changes: int) -> KVGroup:
+    config = KVCacheConfig(dtype=dtype, block_size=SIZE, **changes)  # type: ignore[arg-type]
+    return KVGroup(layers=(index,), config=config, window=window)
+
+
+def manager(
+    groups: Sequence[KVGroup], num_open: int = 99, num_sealed: int = 99, *, caching: bool = True
+) -> BlockManager:
     size = KVPoolSize(num_open_blocks=num_open, num_sealed_blocks=num_sealed)
-    return BlockManager([KVGroup(layers=(0,), config=kv)], [size])
+    return BlockManager(groups, [size] * len(groups), prefix_caching=caching)
+
+
+GROUPS = st.lists(
+    st.builds(
+        group,
+        window=st.sampled_from([0, 0, 1, 2, SIZE, SIZE + 1, 2 * SIZE - 1, 21]),
+        dtype=st.sampled_from(["bf16", "int4"]),
+        sink_blocks=st.integers(0, 2),
+        residual_blocks=st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=3,
+)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Model: name → committed tokens. Which blocks must be held follows from the position rule."""
+    """Model: the tokens of every sequence, and what stands in every block (BlockWorld)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths: dict[str, int] = {}
-        self.step: dict[str, int] = {}
-
-    @precondition(lambda self: not hasattr(self, "blocks"))
-    @rule(
-        dtype=st.sampled_from(["bf16", "int4"]),
-        sink=st.integers(0, 2),
-        residual=st.integers(0, 2),
-        num_open=st.integers(0, 12),
-        num_sealed=st.integers(0, 8),
+    @initialize(
+        groups=GROUPS,
+        num_open=st.integers(2, 16),
+        num_sealed=st.integers(2, 12),
+        caching=st.sampled_from([True, True, True, False]),
     )
-    def create(self, dtype: str, sink: int, residual: int, num_open: int, num_sealed: int) -> None:
-        self.kv = KVCacheConfig(
-            dtype=dtype, block_size=SIZE, sink_blocks=sink, residual_blocks=residual
-        )
-        self.blocks = manager(self.kv, num_open, num_sealed)
+    def create(
+        self, groups: Sequence[KVGroup], num_open: int, num_sealed: int, caching: bool
+    ) -> None:
+        self.blocks = manager(groups, num_open, num_sealed, caching=caching)
+        self.world = BlockWorld(self.blocks)
+        self.sequences: dict[str, Sequence_] = {}
+        self.pending: list[Sequence_] = []
+        self.swapped: dict[str, tuple[Sequence_, SwappedTable, list[list[Block]]]] = {}
+        self.swapped_in = self.took_away = False
 
-    @precondition(lambda self: hasattr(self, "blocks"))
-    @rule(name=st.sampled_from("abc"), tokens=st.integers(1, 3 * SIZE))
-    def allocate(self, name: str, tokens: int) -> None:
-        if name in self.step:
+    def seen(self, name: str) -> bool:
+        return name in self.sequences or name in self.swapped
+
+    @rule(name=NAMES, tokens=TOKENS, salt=st.sampled_from(["", "", "x"]), read=st.booleans())
+    def start(self, name: str, tokens: list[int], salt: str, read: bool) -> None:
+        if self.seen(name):
             return
-        (group,) = self.blocks.groups
-        before = (group.open_pool.num_free, group.sealed_pool.num_free)
-        end = self.lengths.get(name, 0) + tokens
-        need = self.need(self.lengths.get(name, 0), end)
-        granted = self.blocks.allocate(name, end)
-        after = (group.open_pool.num_free, group.sealed_pool.num_free)
-        assert granted == (need[0] <= before[0] and need[1] <= before[1])
-        used = (before[0] - after[0], before[1] - after[1])
-        assert used == (need if granted else (0, 0))
+        seq = Sequence_(name, tokens, salt)
+        if read:
+            hit = self.blocks.match(tokens, salt)
+            assert hit.num_tokens < len(tokens)
+            assert hit.num_tokens % SIZE == 0
+            self.blocks.adopt(name, hit)
+            seq.computed = hit.num_tokens
+        self.sequences[name] = seq
+
+    @rule(name=NAMES, count=st.integers(1, 3 * SIZE), drafts=st.lists(st.integers(0, 1)))
+    def allocate(self, name: str, count: int, drafts: list[int]) -> None:
+        seq = self.sequences.get(name)
+        if seq is None or seq in self.pending:
+            return
+        if seq.computed == len(seq.tokens):
+            seq.tokens.append(count % 2)
+        end = min(seq.computed + count, len(seq.tokens))
+        decoding = end == len(seq.tokens) == seq.computed + 1
+        seq.certain, seq.drafts = end, drafts if decoding else []
+        seq.end = end + len(seq.drafts)
+        before = self.snapshot(name)
+        granted = self.blocks.allocate(name, seq.certain)
+        granted = granted and self.blocks.allocate(name, seq.end, certain_end=seq.certain)
         if granted:
-            self.step[name] = end
+            self.pending.append(seq)
+        elif not seq.drafts:
+            assert self.snapshot(name) == before, "a refusal has taken something"
+            assert self.lacks(before), "refused although there are enough blocks"
+        else:
+            self.blocks.free(name)
+            del self.sequences[name]
+            self.took_away = True
 
-    @precondition(lambda self: hasattr(self, "blocks") and self.step)
+    def snapshot(self, name: str) -> tuple[object, list[int]]:
+        table = self.blocks.tables.get(name)
+        ids = None if table is None else table.ids()
+        return ids, [pool.num_available for pool in self.blocks.pools]
+
+    def lacks(self, before: tuple[object, list[int]]) -> bool:
+        """Nothing more than a step's blocks and one copy each can be asked for."""
+        return any(n < 3 + 2 for n in before[1])
+
     @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.step)))
-        self.lengths[name] = self.step.pop(name)
-        self.blocks.commit(name, self.lengths[name])
+    def step(self, data: st.DataObject) -> None:
+        """All pending slices run as one batch, each keeping some of its drafts."""
+        self.world.copy(self.blocks.take_copies([seq.name for seq in self.pending]))
+        for seq in self.pending:
+            self.world.run(seq)
+        for seq in self.pending:
+            accepted = data.draw(st.integers(0, len(seq.drafts)))
+            seq.tokens += seq.drafts[:accepted]
+            seq.drafts, seq.computed = [], seq.certain + accepted
+            self.blocks.commit(seq.name, seq.computed, seq.tokens, seq.salt)
+        self.pending.clear()
+        self.swapped_in = self.took_away = False
 
-    @precondition(lambda self: hasattr(self, "blocks"))
-    @rule(name=st.sampled_from("abc"))
+    @rule(parent=NAMES, child=NAMES)
+    def fork(self, parent: str, child: str) -> None:
+        seq = self.sequences.get(parent)
+        if seq is None or seq in self.pending or not seq.computed or self.seen(child):
+            return
+        self.blocks.fork(parent, child)
+        self.sequences[child] = Sequence_(child, list(seq.tokens), seq.salt, seq.computed)
+
+    @rule(name=NAMES)
     def free(self, name: str) -> None:
         self.blocks.free(name)
-        self.lengths.pop(name, None)
-        self.step.pop(name, None)
+        self.took_away |= self.drop(name) is not None
+        self.swapped.pop(name, None)
+
+    def drop(self, name: str) -> Sequence_ | None:
+        seq = self.sequences.pop(name, None)
+        self.pending = [s for s in self.pending if s is not seq]
+        return seq
+
+    # The engine reads what goes to the host first, then writes what comes back; and the scheduler
+    # admits nothing in a step that preempts.
+
+    @precondition(lambda self: not self.swapped_in)
+    @rule(name=NAMES)
+    def swap_out(self, name: str) -> None:
+        if name not in self.blocks.tables or not self.sequences[name].computed:
+            return
+        table, ids = self.blocks.swap_out(name)
+        self.took_away = True
+        seq = self.drop(name)
+        assert seq is not None
+        seq.drafts = []
+        assert table.num_tokens == seq.computed
+        self.swapped[name] = seq, table, self.world.read(ids)
+
+    @precondition(lambda self: not self.took_away)
+    @rule(name=NAMES)
+    def swap_in(self, name: str) -> None:
+        if name not in self.swapped:
+            return
+        seq, table, saved = self.swapped[name]
+        before = self.snapshot(name)
+        restored = self.blocks.swap_in(name, table, seq.tokens, seq.salt)
+        if restored is None:
+            assert self.snapshot(name) == before
+            return
+        self.world.write(restored.ids, restored.rows, saved)
+        del self.swapped[name]
+        self.sequences[name] = seq
+        self.swapped_in = True
 
     @invariant()
-    def tables_follow_the_rule(self) -> None:
+    def tables_and_cache_are_right(self) -> None:
         if not hasattr(self, "blocks"):
             return
         self.blocks.check_integrity()
-        assert set(self.blocks.tables) == set(self.lengths) | set(self.step)
-        for name, table in self.blocks.tables.items():
-            start = self.lengths.get(name, 0)
-            end = self.step.get(name, start)
-            (part,) = table.groups
-            assert table.ids() == ((tuple(part.open_blocks),), (tuple(part.sealed_blocks),))
-            held = self.open_after(start) | self.open_after(end)
-            assert {b for b, i in enumerate(part.open_blocks) if i >= 0} == held
-            assert {b for b, i in enumerate(part.sealed_blocks) if i >= 0} == self.sealed_by(end)
+        at_rest = {n: s for n, s in self.sequences.items() if s.computed and s not in self.pending}
+        assert set(at_rest) <= set(self.blocks.tables) <= set(self.sequences)
+        for name, seq in at_rest.items():
+            if not self.blocks.tables[name].copies:
+                self.world.check_table(seq)
+            self.check_held(seq)
+        for salt in ("", "x"):
+            node = self.blocks.cache._top.children.get(salt)
+            if node is not None:
+                self.world.check_cache(node, salt)
 
-    def open_after(self, end: int) -> set[int]:
-        """Blocks with tokens that some query at a position ≥ end reads open (by enumeration)."""
-        queries = range(end // SIZE, end // SIZE + 8)
-        filled = range(-(-end // SIZE))
-        return {b for b in filled if any(not self.kv.reads_sealed(b, q) for q in queries)}
+    def check_held(self, seq: Sequence_) -> None:
+        """What a sequence at rest holds follows from what later queries read, by enumeration.
 
-    def sealed_by(self, end: int) -> set[int]:
-        return {b for b in range(end // SIZE) if self.kv.reads_sealed(b, 10**6)}
+        Blocks that left the window may stay until the next block begins.
+        """
+        open_ids, sealed_ids = self.blocks.tables[seq.name].ids()
+        for g, part in enumerate(self.blocks.groups):
+            for kind, ids in enumerate((open_ids[g], sealed_ids[g])):
+                held = {b for b, i in enumerate(ids) if i >= 0}
+                needed = self.needed(part, kind, seq.computed, seq.computed)
+                lagging = self.needed(part, kind, seq.computed, seq.computed // SIZE * SIZE)
+                assert needed <= held <= lagging
 
-    def need(self, start: int, end: int) -> tuple[int, int]:
-        opened = self.open_after(end) - self.open_after(start)
-        return len(opened), len(self.sealed_by(end) - self.sealed_by(start))
+    def needed(self, part: KVGroup, kind: int, num_tokens: int, seen_from: int) -> set[int]:
+        """Blocks with tokens that some query at a position ≥ num_tokens reads, in this way."""
+        found = set()
+        for b in range(-(-num_tokens // SIZE)):
+            if part.window and (b + 1) * SIZE <= seen_from - part.window + 1:
+                continue
+            queries = range(num_tokens // SIZE, num_tokens // SIZE + 8)
+            reads = {part.config.reads_sealed(b, q) for q in queries}
+            if bool(kind) in reads and (not kind or (b + 1) * SIZE <= num_tokens):
+                found.add(b)
+        return found
+
+    def teardown(self) -> None:
+        """Freed, everything is free or cached."""
+        if hasattr(self, "blocks"):
+            for name in list(self.sequences):
+                self.blocks.free(name)
+            assert all(pool.num_live == 0 for pool in self.blocks.pools)
+            self.blocks.check_integrity()
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None
+    max_examples=120, stateful_step_count=40, deadline=None
 )
 TestBlockManagerMachine = BlockManagerMachine.TestCase
 
@@ -112,36 +243,152 @@ TestBlockManagerMachine = BlockManagerMachine.TestCase
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("sink", [0, 1, 3])
 @pytest.mark.parametrize("residual", [0, 1, 2])
-def test_blocks_for_tokens_is_exactly_the_peak_of_decoding(
-    dtype: str, sink: int, residual: int
+@pytest.mark.parametrize("window", [0, 1, SIZE, 20])
+@pytest.mark.parametrize("chunk", [1, SIZE])
+def test_blocks_for_tokens_is_the_peak_of_growing_block_by_block(
+    dtype: str, sink: int, residual: int, window: int, chunk: int
 ) -> None:
-    kv = KVCacheConfig(dtype=dtype, block_size=SIZE, sink_blocks=sink, residual_blocks=residual)
-    blocks = manager(kv, 99, 99)
-    (group,) = blocks.groups
-    peak = 0
-    for end in range(1, 8 * SIZE):
+    kv = group(0, window, dtype, sink_blocks=sink, residual_blocks=residual)
+    blocks = manager([kv], caching=False)
+    peak = (0, 0)
+    for end in range(chunk, 8 * SIZE, chunk):
         assert blocks.allocate("a", end)
-        peak = max(peak, group.open_pool.num_used)
+        peak = tuple(max(p, pool.num_live) for p, pool in zip(peak, blocks.pools, strict=True))
         blocks.commit("a", end)
-        assert (peak, group.sealed_pool.num_used) == group.group.blocks_for_tokens(end)
+        assert all(p <= n for p, n in zip(peak, blocks.blocks_for(end), strict=True))
+        if not window:
+            assert chunk == SIZE or peak == blocks.blocks_for(end)
+
+
+def grow(blocks: BlockManager, name: str, tokens: list[int], salt: str = "") -> int:
+    """Compute a whole sequence at once; returns what the cache had of it."""
+    hit = blocks.match(tokens, salt)
+    blocks.adopt(name, hit)
+    assert blocks.allocate(name, len(tokens))
+    blocks.commit(name, len(tokens), tokens, salt)
+    return hit.num_tokens
+
+
+def test_a_full_hit_leaves_the_last_token() -> None:
+    blocks = manager([group()])
+    tokens = list(range(4 * SIZE))
+    assert grow(blocks, "a", tokens) == 0
+    assert grow(blocks, "b", tokens) == 3 * SIZE
+    assert grow(blocks, "c", [*tokens, 1]) == 4 * SIZE
+    assert grow(blocks, "d", tokens, "salt") == 0
+    a, b = (blocks.tables[name].ids()[1][0] for name in "ab")
+    assert a == b, "equal blocks are held once"
+
+
+def test_the_partial_last_block_is_never_found() -> None:
+    blocks = manager([group()])
+    tokens = list(range(2 * SIZE + 3))
+    grow(blocks, "a", tokens)
+    assert grow(blocks, "b", [*tokens, 5, 6]) == 2 * SIZE
+
+
+def test_a_residual_cuts_the_hit_back_to_where_blocks_are_open() -> None:
+    blocks = manager([group(residual_blocks=1, sink_blocks=0)])
+    tokens = list(range(6 * SIZE))
+    grow(blocks, "a", tokens)  # at once: of the last block only there is an open copy
+    assert blocks.match(tokens[: 5 * SIZE]).num_tokens == 0
+    assert blocks.match([*tokens, 1]).num_tokens == 6 * SIZE
+    grow(blocks, "b", [*tokens[: 3 * SIZE], 9])
+    assert blocks.match([*tokens[: 3 * SIZE], 8]).num_tokens == 3 * SIZE
+
+
+def test_a_window_needs_only_its_own_blocks() -> None:
+    full, windowed = group(0), group(1, window=10)
+    blocks = manager([full, windowed])
+    tokens = list(range(8 * SIZE))
+    grow(blocks, "a", tokens)
+    opened, sealed = blocks.tables["a"].ids()
+    assert [i >= 0 for i in sealed[1]] == [False] * 6 + [True] * 2
+    assert opened[1] == (-1,) * 8
+    assert blocks.match([*tokens, 1]).num_tokens == 8 * SIZE
+    assert grow(blocks, "b", [*tokens[: 6 * SIZE], 0, 0]) == 6 * SIZE, "released, but still there"
+
+
+def test_eviction_takes_the_deepest_block_of_the_oldest_prefix() -> None:
+    blocks = manager([group(sink_blocks=0)], num_sealed=6)
+    one, two = [1] * (3 * SIZE), [2] * (3 * SIZE)
+    for name, tokens in (("a", one), ("b", two)):
+        grow(blocks, name, tokens)
+        blocks.free(name)
+    grow(blocks, "c", [3] * SIZE)
+    assert blocks.match([*one, 1]).num_tokens == 2 * SIZE
+    assert blocks.match([*two, 1]).num_tokens == 3 * SIZE
+    assert blocks.pools[1].num_cached == 5
+    assert blocks.pools[1].num_live == 1
+
+
+def test_r07_forks_copy_the_partial_tail_and_counts_return_to_zero() -> None:
+    blocks = manager([group(dtype="bf16")], num_open=7)
+    tokens = list(range(2 * SIZE + 1))
+    assert blocks.allocate("0", len(tokens))
+    blocks.commit("0", len(tokens), tokens)
+    for child in "123":
+        blocks.fork("0", child)
+    assert blocks.pools[0].num_live == 3
+    for name in "0123":
+        assert blocks.allocate(name, len(tokens) + 1)
+    copies = blocks.take_copies(list("0123"))
+    assert [c.source for c in copies] == [2, 2, 2], "the last one keeps the original"
+    assert len({c.target for c in copies}) == 3
+    for name in "0123":
+        blocks.commit(name, len(tokens) + 1, [*tokens, int(name)])
+        blocks.free(name)
+    assert blocks.pools[0].num_live == 0
+    blocks.check_integrity()
+
+
+def test_a_rejected_draft_gives_its_blocks_back() -> None:
+    blocks = manager([group()])
+    tokens = list(range(2 * SIZE - 2))
+    grow(blocks, "a", tokens)
+    live = [pool.num_live for pool in blocks.pools]
+    assert blocks.allocate("a", 2 * SIZE + 2, certain_end=2 * SIZE - 1)
+    assert [pool.num_live for pool in blocks.pools] == [live[0] + 1, live[1] + 1]
+    blocks.commit("a", 2 * SIZE - 1, [*tokens, 7])
+    assert [pool.num_live for pool in blocks.pools] == live
+    assert blocks.match([*tokens, 7, 8, 9]).num_tokens == SIZE
+
+
+def test_without_a_cache_nothing_is_found() -> None:
+    blocks = manager([group()], caching=False)
+    grow(blocks, "a", [1] * 20)
+    assert grow(blocks, "b", [1] * 20) == 0
+    blocks.free("a")
+    blocks.free("b")
+    assert all(pool.num_free == pool.size for pool in blocks.pools)
 
 
 def test_pool_counts_holders() -> None:
-    pool = BlockPool("open", 2)
+    forgotten: list[int] = []
+    pool = BlockPool("open", 2, forgotten.append)
     block = pool.take()
     pool.share(block)
     pool.release(block)
-    assert pool.num_used == 1
+    assert pool.num_live == 1
+    pool.publish(block)
     pool.release(block)
-    assert pool.num_free == 2
+    assert (pool.num_free, pool.num_cached, pool.num_live) == (1, 1, 0)
     with pytest.raises(ValueError, match="released twice"):
         pool.release(block)
+    pool.share(block)
+    assert pool.num_cached == 0
+    pool.release(block)
+    assert [pool.take(), pool.take()] == [1, 0]
+    assert forgotten == [0]
+    pool.release(0)
     with pytest.raises(ValueError, match="can't be shared"):
-        pool.share(block)
+        pool.share(0)
+    with pytest.raises(ValueError, match="can't be published"):
+        pool.publish(0)
 
 
 def test_integrity_check_sees_a_leak() -> None:
-    blocks = manager(KVCacheConfig(), 4, 0)
+    blocks = manager([group()])
     blocks.allocate("a", 3)
     del blocks.tables["a"]
     with pytest.raises(AssertionError, match="disagree"):
