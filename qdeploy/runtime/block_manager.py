@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.batch import BlockCopy, BlockIds
 from qdeploy.runtime.block_pool import BlockPool
-from qdeploy.runtime.block_table import NO_BLOCK, BlockTable, Column, columns_of
+from qdeploy.runtime.block_table import NO_BLOCK, BlockTable, columns_of
 from qdeploy.runtime.prefix_cache import PrefixCache, PrefixHit, PrefixNode
 
 Counts = tuple[int, ...]  # per column

@@ -284,18 +284,18 @@ class Engine:
         rows, end = logits.cpu().numpy(), 0
         for request, part in zip(step.num_scheduled_tokens, batch.slices, strict=True):
             start, end = end, end + part.num_logits
-            for sample in self._advance(request, part):
+            for taker in self._advance(request, part):
                 try:
-                    if sample.scoring:
-                        self._take_scores(sample, logits[start:end], outputs)
+                    if taker.scoring:
+                        self._take_scores(taker, logits[start:end], outputs)
                     elif start < end:
-                        self._take_token(sample, rows[start], outputs)
+                        self._take_token(taker, rows[start], outputs)
                 except Exception as error:
                     # Whatever went wrong, those after this one still get their rows (P5).
-                    if sample.scoring:
+                    if taker.scoring:
                         self._scoring_error = error
                     message = f"sampling failed: {str(error) or type(error).__name__}"
-                    self._finish(sample, "error", outputs, error=" ".join(message.split()))
+                    self._finish(taker, "error", outputs, error=" ".join(message.split()))
 
     def _advance(self, request: Request, part: SequenceSlice) -> list[Request]:
         """A slice is computed; returns the samples that its last row of logits is for."""
