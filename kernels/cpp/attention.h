@@ -35,6 +35,42 @@ struct Block {
     bool sealed;
 };
 
+// Blocks first … last that a tile reads in a split; older ones may not be there any more.
+QD_INLINE int blocks_per_split(const KVLayout& kv) { return SPLIT_TOKENS > kv.block_size ? SPLIT_TOKENS / kv.block_size : 1; }
+QD_INLINE int first_block(const KVLayout& kv, const Tile& tile, int split, int window) {
+    const int begin = split * blocks_per_split(kv), oldest = oldest_block(kv, window, tile.position);
+    return begin > oldest ? begin : oldest;
+}
+QD_INLINE int last_block(const KVLayout& kv, const Tile& tile, int split) {
+    const int last = (split + 1) * blocks_per_split(kv) - 1;
+    return last < tile.block ? last : tile.block;
+}
+// How many tokens of a block the tile reads, in eights as values lie; what follows the newest one
+// is zero or was a number.
+QD_INLINE int tokens_read(const KVLayout& kv, const Tile& tile, int block) {
+    const int64_t tokens = round_up(tile.position + tile.count - block * kv.block_size, 8);
+    return tokens < kv.block_size ? (int)tokens : kv.block_size;
+}
+
+// The bytes of a block of which `tokens` are read, piece by piece.
+struct Piece {
+    const uint8_t* data;
+    int64_t bytes;
+};
+struct Reading {
+    Block block;
+    int tokens;
+
+    bool whole(const KVLayout& kv) const { return block.sealed || tokens == kv.block_size; }
+    int key_rows(const KVLayout& kv) const { return kv.exact ? kv.head_dim : kv.head_dim / 2; }
+    int pieces(const KVLayout& kv) const { return !block.data ? 0 : whole(kv) ? 1 : key_rows(kv) + 1; }
+    Piece piece(const KVLayout& kv, int i) const {
+        if (whole(kv)) return {block.data, block.sealed ? kv.sealed_bytes() : kv.open_bytes()};
+        if (i == key_rows(kv)) return {block.data + kv.open_panel_bytes(), kv.open_panel_bytes() / kv.block_size * tokens};
+        return {block.data + (int64_t)i * kv.block_size * 4, (int64_t)tokens * 4};
+    }
+};
+
 // Where a step's K/V lie, for one layer and KV head.
 struct BlockSource {
     virtual Block find(int block, int query_block) const = 0;
@@ -64,7 +100,10 @@ public:
     float *most = nullptr, *total = nullptr, *offsets = nullptr, *starts = nullptr, *factors = nullptr;
     float *all_most = nullptr, *all_total = nullptr;
     uint32_t *open_q = nullptr, *block_q = nullptr, *weights = nullptr;
-    float *scale = nullptr, *offset = nullptr;
+    float *scale = nullptr, *offset = nullptr, *four = nullptr;
+    // Of 8-bit operands: queries [rows], weights [value groups][rows].
+    float *q_scale = nullptr, *weight_scale = nullptr;
+    int32_t *q_sum = nullptr, *weight_sum = nullptr;
     uint8_t *key_panel = nullptr, *value_panel = nullptr;
 
 private:

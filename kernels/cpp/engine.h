@@ -150,6 +150,8 @@ private:
 
 // The body of every thread: all phases of one step.
 void run_step(Model& model, int thread, uint64_t step);
+// The same of a plan that only reads a stream.
+void read_stream(Model& model, const Plan& plan, int thread);
 
 // Throws std::invalid_argument that names what is impossible.
 void check(const qd_matrix& m, const char* name, int rows, int cols);

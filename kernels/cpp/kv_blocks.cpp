@@ -82,19 +82,25 @@ QD_INLINE I codes_of(Panel kind, F x, F scale, F minimum) {
     return min_i(top, max_i(zero_i(), to_int(div(sub(x, minimum), scale))));
 }
 
-// Eight rows of codes [vectors] into a panel of bytes or of nibbles.
+// Eight rows of codes [vectors] into a panel.
 void put_codes(Panel kind, const I (*codes)[MAX_VECTORS], int r, int vectors, uint8_t* panel) {
+    const auto words = [&](int first, int v) {  // of four rows' bytes
+        I out = zero_i();
+        for (int i = 0; i < 4; i++) {
+            I code = codes[first + i][v];
+            if (kind == Panel::S8) code = and_i(sub_i(code, set_i(128)), set_i(255));
+            out = or_i(out, shift_left_by(code, i * 8));
+        }
+        return out;
+    };
     for (int v = 0; v < vectors; v++) {
         if (kind == Panel::N4) {
-            I words = zero_i();
-            for (int i = 0; i < 8; i++) words = or_i(words, shift_left_by(codes[i][v], i / 2 * 4 + i % 2 * 16));
-            store_i(panel + ((int64_t)(r / 8) * vectors + v) * 64, words);
-            continue;
-        }
-        for (int i = 0; i < 8; i++) {
-            uint8_t* unit = panel + ((int64_t)((r + i) / 2) * vectors + v) * 32 + i % 2 * 16;
-            if (kind == Panel::S8) store_s8((int8_t*)unit, sub_i(codes[i][v], set_i(128)));
-            else store_u8(unit, codes[i][v]);
+            store_i(panel + ((int64_t)(r / 8) * vectors + v) * 64, or_i(words(0, v), shift_left<4>(words(4, v))));
+        } else if (is_codes(kind)) {
+            for (int i = 0; i < 8; i += 4) store_i(panel + ((int64_t)((r + i) / 4) * vectors + v) * 64, words(i, v));
+        } else {
+            for (int i = 0; i < 8; i++)
+                store_u8(panel + ((int64_t)((r + i) / 2) * vectors + v) * 32 + i % 2 * 16, codes[i][v]);
         }
     }
 }
@@ -166,7 +172,7 @@ void seal_block(const KVLayout& kv, const uint8_t* open, uint8_t* sealed) {
 
 void read_scales(const KVLayout& kv, Panel kind, const uint8_t* scales, int count, float* scale, float* offset) {
     const uint16_t* halves = (const uint16_t*)scales;
-    const F middle = set(kind == Panel::N4 ? 8.0f : 128.0f);
+    const F middle = set((float)middle_code(kind));
     for (int i = 0; i < count; i += LANES) {
         const F s = load_half(halves + i);
         store(scale + i, s);

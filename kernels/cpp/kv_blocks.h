@@ -14,7 +14,9 @@ struct KVLayout {
     bool seals() const { return dtype != QD_KV_BF16; }
     bool has_minimum() const { return dtype != QD_KV_FP8; }
     Panel open_kind() const { return exact ? Panel::FLOAT : Panel::PAIRS; }
-    Panel key_kind() const { return dtype == QD_KV_INT4 ? Panel::N4 : dtype == QD_KV_FP8 ? Panel::E4M3 : Panel::S8; }
+    Panel key_kind() const { return dtype == QD_KV_INT4 ? Panel::N4 : dtype == QD_KV_FP8 ? Panel::E4M3 : Panel::U8; }
+    // Sealed blocks meet 8-bit queries and weights of attention.
+    bool counts() const { return !exact && is_codes(key_kind()); }
     Panel value_kind() const {
         return dtype == QD_KV_INT8 ? Panel::S8 : dtype == QD_KV_FP8 ? Panel::E4M3 : Panel::N4;
     }

@@ -21,18 +21,21 @@ QD_INLINE int32_t four(const int8_t* p) {
 // Adds a group's integer sums, scaled, to the rows' results. p: its scales and zero points.
 template <int ROWS, bool SYMMETRIC>
 QD_INLINE void add_group(const I (&acc)[ROWS][2], const uint8_t* p, const float* scale, const int32_t* total,
-                         int groups, F (&out)[ROWS][2]) {
+                         int groups, bool first, float* result) {
     F weight_scale[2], zero_point[2];
     for (int h = 0; h < 2; h++) {
         weight_scale[h] = load_half((const uint16_t*)p + h * LANES);
         zero_point[h] = SYMMETRIC ? zero() : to_float(load_u8(p + ZEROS + h * LANES));
     }
+    QD_UNROLL
     for (int r = 0; r < ROWS; r++) {
         const F sums = set((float)total[(int64_t)r * groups]), row_scale = set(scale[(int64_t)r * groups]);
+        QD_UNROLL
         for (int h = 0; h < 2; h++) {
+            float* out = result + r * TILE + h * LANES;
             F value = to_float(acc[r][h]);
             if (!SYMMETRIC) value = fnma(zero_point[h], sums, value);
-            out[r][h] = fma(mul(value, weight_scale[h]), row_scale, out[r][h]);
+            store(out, fma(mul(value, weight_scale[h]), row_scale, first ? zero() : load(out)));
         }
     }
 }
@@ -57,11 +60,11 @@ void int8_tile(const qd_matrix&, const uint8_t* tile, const Activations& a, int6
     const float* scale = a.scales + row * a.groups;
     const int32_t* total = a.sums + row * a.groups;
     const int8_t* x[ROWS];
-    F out[ROWS][2];
-    for (int r = 0; r < ROWS; r++) x[r] = a.codes + (row + r) * a.width, out[r][0] = out[r][1] = zero();
+    for (int r = 0; r < ROWS; r++) x[r] = a.codes + (row + r) * a.width;
     const uint8_t* p = tile;
     for (int g = 0; g < a.groups; g++) {
         I acc[CHAINS][ROWS][2];
+        QD_UNROLL
         for (int r = 0; r < ROWS; r++) {
             const I start = SYMMETRIC ? set_i(int32_t(-MID * (uint32_t)total[(int64_t)r * a.groups + g])) : zero_i();
             acc[0][r][0] = acc[0][r][1] = start;
@@ -70,8 +73,10 @@ void int8_tile(const qd_matrix&, const uint8_t* tile, const Activations& a, int6
         for (int k = g * a.group; k < (g + 1) * a.group; k += 8, p += STEP) {
             I low[2], high[2];
             codes_of<BITS>(p, low, high);
+            QD_UNROLL
             for (int r = 0; r < ROWS; r++) {
                 const I x0 = set_i(four(x[r] + k)), x1 = set_i(four(x[r] + k + 4));
+                QD_UNROLL
                 for (int h = 0; h < 2; h++) {
                     I& second = acc[CHAINS - 1][r][h];
                     acc[0][r][h] = BITS == 4 ? dot_u4(acc[0][r][h], low[h], x0) : dot_u8(acc[0][r][h], low[h], x0);
@@ -82,11 +87,9 @@ void int8_tile(const qd_matrix&, const uint8_t* tile, const Activations& a, int6
         if (CHAINS == 2)
             for (int r = 0; r < ROWS; r++)
                 for (int h = 0; h < 2; h++) acc[0][r][h] = add_i(acc[0][r][h], acc[CHAINS - 1][r][h]);
-        add_group<ROWS, SYMMETRIC>(acc[0], p, scale + g, total + g, a.groups, out);
+        add_group<ROWS, SYMMETRIC>(acc[0], p, scale + g, total + g, a.groups, g == 0, result);
         p += META;
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
 }
 
 // Codes less their zero points, as floats; scale · Σ x · (code − zero) per group.

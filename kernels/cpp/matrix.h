@@ -19,10 +19,14 @@ QD_INLINE int64_t cached_rows(const Activations& a) {
 }
 
 // epilogue(row, tile, values) for rows low … high − 1 of tiles first … last − 1; values: two
-// vectors, bias added.
-template <class Epilogue>
+// vectors, bias added. between(rows) runs after each block of rows.
+struct Idle {
+    void operator()(int64_t) const {}
+};
+template <class Epilogue, class Between = Idle>
 inline void multiply(const qd_matrix& m, const TileKernel* kernels, const Activations& a, int64_t low, int64_t high,
-                     int64_t first, int64_t last, Epilogue epilogue) {
+                     int64_t first, int64_t last, Epilogue epilogue,
+                     Between between = {}) {
     alignas(64) float out[MAX_ROWS * TILE];
     const int64_t blocks = (high - low + MAX_ROWS - 1) / MAX_ROWS;  // balanced: 16 rows go as 5, 5, 6
     for (int64_t t = first; t < last; t++) {
@@ -34,6 +38,7 @@ inline void multiply(const qd_matrix& m, const TileKernel* kernels, const Activa
             if (blocks > 1 && t + 1 < last)  // a part of the next tile while this one is in use
                 fetch(tile + m.tile_bytes + m.tile_bytes * (b - 1) / blocks, m.tile_bytes / blocks + 63);
             kernels[end - row - 1](m, tile, a, row, out);
+            between(end - row);
             for (int i = 0; row < end; row++, i++) {
                 F values[2] = {load(out + i * TILE), load(out + i * TILE + LANES)};
                 if (bias) {

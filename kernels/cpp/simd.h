@@ -2,6 +2,8 @@
 // function gives the same bits wherever it is called; -ffp-contract=off keeps it so.
 #pragma once
 #define QD_INLINE static inline __attribute__((always_inline))
+// Before loops over accumulators: they stay in registers only if they unroll early.
+#define QD_UNROLL _Pragma("GCC unroll 8")
 
 #if defined(QD_ISA_AVX512)
 #include "simd_avx512.h"
@@ -19,22 +21,19 @@ namespace qd {
 constexpr int LANES = 16;
 
 // Pairs of bfloat16: a lane holds an even element in its low half and an odd one in its high half.
-// 16 bytes of even and 16 bytes of odd elements, signed, as pairs: bfloat16 holds them exactly.
-QD_INLINE I widen_s8(const uint8_t* p) {
-    const I even = bits(to_float(load_s8((const int8_t*)p)));
-    const I odd = bits(to_float(load_s8((const int8_t*)p + 16)));
-    return or_i(shift_right<16>(even), odd);
-}
-
 #ifndef QD_ISA_AVX512  // which has instructions for these
-// 64 bytes: word 2 · lane + j, nibble m is element (2 m + j) of its lane, offset by 8 → 4 pairs.
-QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
-    I words = load_i(p);
-    for (int m = 0; m < 4; m++, words = shift_right<4>(words)) {
-        const I even = sub_i(and_i(words, set_i(15)), set_i(8));
-        const I odd = sub_i(and_i(shift_right<16>(words), set_i(15)), set_i(8));
-        out[m] = or_i(shift_right<16>(bits(to_float(even))), bits(to_float(odd)));
-    }
+// Sums and maxima of four vectors each, to out[0 … 3].
+QD_INLINE void sum4(const F (&x)[4], float* out) {
+    for (int i = 0; i < 4; i++) out[i] = sum(x[i]);
+}
+QD_INLINE void largest4(const F (&x)[4], float* out) {
+    for (int i = 0; i < 4; i++) out[i] = largest(x[i]);
+}
+QD_INLINE void sum4_i(const I (&x)[4], int32_t* out) {
+    for (int i = 0; i < 4; i++) out[i] = sum_i(x[i]);
+}
+QD_INLINE void largest4_i(const I (&x)[4], int32_t* out) {
+    for (int i = 0; i < 4; i++) out[i] = largest_i(x[i]);
 }
 // acc + even · even + odd · odd of bfloat16 pairs.
 QD_INLINE F pair_dot(F acc, I x, I y) {
@@ -46,9 +45,8 @@ QD_INLINE F pair_dot(F acc, I x, I y) {
 
 // max and min return their second operand when one is NaN, so constants come first: NaN survives.
 
-// 2ˣ for x ≤ 127, relative error below 3e-7; at least 2⁻¹²⁶.
-QD_INLINE F exp2(F x) {
-    const F held = max(set(-126.0f), x);
+QD_INLINE F exp2_from(float least, F x) {
+    const F held = max(set(least), x);
     const F n = round(held);
     const F r = sub(held, n);
     F p = set(1.3333558e-3f);
@@ -60,8 +58,18 @@ QD_INLINE F exp2(F x) {
     return power_of_two(p, n);
 }
 
-// The same, but exactly 0 below −126: what is masked has no weight at all.
-QD_INLINE F exp2_or_zero(F x) { return select_less(x, set(-126.0f), zero(), exp2(x)); }
+// 2ˣ for x ≤ 127, relative error below 3e-7; at least 2⁻¹²⁶.
+QD_INLINE F exp2(F x) { return exp2_from(-126.0f, x); }
+
+// The same, but exactly 0 for −∞ (and whatever lies below −126 or, as the instruction set has it, −150):
+// what is masked has no weight at all.
+QD_INLINE F exp2_or_zero(F x) {
+#ifdef QD_ISA_AVX512
+    return exp2_from(-160.0f, x);
+#else
+    return select_less(x, set(-126.0f), zero(), exp2(x));
+#endif
+}
 
 // eˣ for x ≤ 88, relative error below 3e-7 · (1 + |x|).
 QD_INLINE F exp(F x) { return exp2(mul(x, set(1.44269504f))); }

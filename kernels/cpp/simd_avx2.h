@@ -140,7 +140,7 @@ QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     const __m256i high = _mm256_permute4x64_epi64(_mm256_packus_epi32(y.a, y.b), 0xd8);
     _mm256_storeu_si256((__m256i*)p, low), _mm256_storeu_si256((__m256i*)p + 1, high);
 }
-QD_INLINE __m256i dot_u4_half(__m256i acc, __m256i u, __m256i s) {  // |15 · 127 · 2| fits 16 bits
+QD_INLINE __m256i dot_u4_half(__m256i acc, __m256i u, __m256i s) {  // |15 · 255 · 2| fits 16 bits
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 }
 QD_INLINE __m256i dot_u8_half(__m256i acc, __m256i u, __m256i s) {  // 16-bit products: none saturates

@@ -54,6 +54,30 @@ QD_INLINE int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a); }
 QD_INLINE F select_less_i(I a, I b, F yes, F no) {
     return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(a, b), no, yes);
 }
+
+// Sums and maxima of four vectors each, to out[0 … 3]: half the shuffles of one after another.
+template <class Join> QD_INLINE __m128 join4(const F (&x)[4], Join join) {
+    const F low = join(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const F high = join(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    F all = join(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+    all = join(all, _mm512_shuffle_ps(all, all, 0x4e));
+    all = join(all, _mm512_shuffle_ps(all, all, 0xb1));
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), all));
+}
+QD_INLINE void sum4(const F (&x)[4], float* out) {
+    _mm_storeu_ps(out, join4(x, [](F a, F b) { return _mm512_add_ps(a, b); }));
+}
+QD_INLINE void largest4(const F (&x)[4], float* out) {
+    _mm_storeu_ps(out, join4(x, [](F a, F b) { return _mm512_max_ps(a, b); }));
+}
+QD_INLINE void sum4_i(const I (&x)[4], int32_t* out) {
+    const F as[4] = {from_bits(x[0]), from_bits(x[1]), from_bits(x[2]), from_bits(x[3])};
+    _mm_storeu_ps((float*)out, join4(as, [](F a, F b) { return from_bits(_mm512_add_epi32(bits(a), bits(b))); }));
+}
+QD_INLINE void largest4_i(const I (&x)[4], int32_t* out) {
+    const F as[4] = {from_bits(x[0]), from_bits(x[1]), from_bits(x[2]), from_bits(x[3])};
+    _mm_storeu_ps((float*)out, join4(as, [](F a, F b) { return from_bits(_mm512_max_epi32(bits(a), bits(b))); }));
+}
 QD_INLINE F power_of_two(F p, F n) { return _mm512_scalef_ps(p, n); }  // p · 2ⁿ, n integral
 
 QD_INLINE I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -69,21 +93,10 @@ QD_INLINE void store_half(uint16_t* p, F x) {
 QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(second, first));
 }
-// 64 bytes: word 2 · lane + j, nibble m is element (2 m + j) of its lane, offset by 8 → 4 pairs.
-QD_INLINE void widen_n4(const uint8_t* p, I (&out)[4]) {
-    const I table = _mm512_broadcast_i64x4(_mm256_setr_epi16(
-        (short)0xC100, (short)0xC0E0, (short)0xC0C0, (short)0xC0A0, (short)0xC080, (short)0xC040,
-        (short)0xC000, (short)0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0));
-    const I v = _mm512_loadu_si512(p);
-    out[0] = _mm512_permutexvar_epi16(v, table);  // reads the low 5 bits; both halves of the table agree
-    out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
-    out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table);
-    out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table);
-}
 // acc + even · even + odd · odd of bfloat16 pairs.
 QD_INLINE F pair_dot(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 
-// acc + Σ of 4 products of unsigned and signed bytes; codes of 4 bits are ≤ 15.
+// acc + Σ of 4 products of unsigned and signed bytes. dot_u4: one of the two has 4 bits, ≤ 15.
 QD_INLINE I dot_u8(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
 QD_INLINE I dot_u4(I acc, I u, I s) { return _mm512_dpbusd_epi32(acc, u, s); }
 QD_INLINE I low_nibbles(I v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }

@@ -1,9 +1,8 @@
 // One step on one thread: the same phases on all of them, in the same order.
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
-#include "engine.h"
+#include "ahead.h"
 
 namespace qd {
 
@@ -11,7 +10,9 @@ namespace {
 
 constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
 constexpr int FEW_ROWS = 16;       // up to so many, reading weights takes longer than using them
+constexpr int MANY_ROWS = 128;     // from so many on, attention computes longer than it reads
 constexpr int64_t EXPECTED_BYTES = 16384;
+constexpr int64_t WORK_PER_LINE = 48;  // weights × rows of a tile per line of K and V, fetched ahead
 
 class Step final {
 public:
@@ -23,6 +24,7 @@ public:
     void run() {
         if (!plan_.copies.empty()) copy_blocks();
         if (!plan_.tokens) return;
+        look_ahead_at(0);
         embed();
         for (int i = 0; i < spec_.num_layers; i++) layer(i);
         if (plan_.logit_rows) logits();
@@ -84,7 +86,10 @@ private:
               [&](int chunk) {
                   const int64_t column = chunk / bands, band = chunk % bands;
                   const int64_t low = band * height, high = std::min<int64_t>(rows, low + height);
-                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue);
+                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue,
+                           [&](int64_t n) {
+                               if (!ahead_.idle()) look_ahead(m.cols * n);
+                           });
               },
               [&] {
                   if (next) expect(*next, rows);
@@ -92,6 +97,20 @@ private:
     }
 
     void copy_blocks();
+
+    const std::vector<Plan::Chunk>& chunks_of(int index) const {
+        return plan_.schedules[engine_.group_of(index).schedule];
+    }
+    // From now on products ask for what this thread will read of K and V of the layer.
+    void look_ahead_at(int index) {
+        ahead_.stop();
+        if (plan_.tokens <= FEW_ROWS || plan_.tokens > MANY_ROWS || index == spec_.num_layers) return;
+        const int64_t chunks = chunks_of(index).size(), threads = model_.threads().count();
+        ahead_layer_ = index;
+        ahead_.restart(chunks * thread_ / threads, chunks * (thread_ + 1) / threads);
+    }
+    void look_ahead(int64_t work);
+
     void embed();
     void layer(int index);
     void store_keys(int index, const qd_layer& layer);
@@ -129,6 +148,8 @@ private:
     AttentionScratch& scratch_;
     const int thread_;
     uint64_t next_phase_;
+    Ahead ahead_;
+    int ahead_layer_ = 0;
 };
 
 // All copies of one head by one thread: one may write what a later one reads.
@@ -176,6 +197,7 @@ void Step::layer(int index) {
            [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); }, nullptr);
     store_keys(index, layer);
     attend(index, layer);
+    look_ahead_at(index + 1);
     linear(layer.o, rows, [&](int row) { return attended(row, layer.window); }, into_residual, &layer.gate_up);
     if (spec_.sandwich_norms) add_normed(layer.post_attention_norm);
     const float* norm = spec_.sandwich_norms ? layer.pre_feedforward_norm : layer.post_attention_norm;
@@ -258,10 +280,19 @@ void Step::fill(int index, const qd_layer& layer, const Plan::Fill& fill, int he
     if (sealed) seal_block(kv, open, sealed);
 }
 
+void Step::look_ahead(int64_t work) {
+    const Group& group = engine_.group_of(ahead_layer_);
+    ahead_.advance(plan_.tiles, chunks_of(ahead_layer_), group.kv, group.window, work / WORK_PER_LINE,
+                   [&](const Plan::Chunk& chunk, int block) {
+                       const Tile& tile = plan_.tiles[chunk.tile];
+                       return LayerBlocks(engine_, plan_, ahead_layer_, chunk.head, tile.slice).find(block, tile.block);
+                   });
+}
+
 void Step::attend(int index, const qd_layer& layer) {
     const HeadRule rule{spec_.q_heads / spec_.kv_heads, layer.window, spec_.attention_scale, spec_.attention_cap,
                         spec_.norm_eps, layer.q_norm, layer.k_norm};
-    const std::vector<Plan::Chunk>& chunks = plan_.schedules[engine_.group_of(index).schedule];
+    const std::vector<Plan::Chunk>& chunks = chunks_of(index);
     phase((int)chunks.size(), [] {}, [&](int i) { attend_chunk(rule, chunks[i], index, layer); },
           [&] { expect(layer.o, plan_.tokens); });
 }
@@ -331,42 +362,6 @@ void Step::logits() {
                }
            },
            nullptr);
-}
-
-}  // namespace
-
-double Model::read_seconds(int64_t bytes, int repeats) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Memory memory(bytes);
-    std::memset(memory.data(), 1, bytes);  // else every page is the same page of zeros
-    double fastest = INFINITY;
-    for (int i = 0; i < repeats; i++) {
-        Plan& plan = next_plan();
-        plan.stream = memory.data(), plan.stream_bytes = bytes;
-        const auto start = std::chrono::steady_clock::now();
-        threads_->run();
-        fastest = std::min(fastest, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-    }
-    wait_until_left(threads_->next_step() - 1);
-    return fastest;
-}
-
-namespace {
-
-void read_stream(Model& model, const Plan& plan, int thread) {
-    constexpr int64_t PIECE = 1 << 20;
-    const auto read = [&](int chunk) {
-        const uint8_t* p = plan.stream + chunk * PIECE;
-        const int64_t end = std::min(PIECE, plan.stream_bytes - chunk * PIECE) / 256 * 256;
-        I sums[4] = {zero_i(), zero_i(), zero_i(), zero_i()};
-        for (int64_t i = 0; i < end; i += 256) {
-            for (int j = 0; j < 4; j++) sums[j] = add_i(sums[j], load_i(p + i + j * 64));
-        }
-        volatile int32_t kept = sum_i(add_i(add_i(sums[0], sums[1]), add_i(sums[2], sums[3])));
-        (void)kept;
-    };
-    run_phase(model.threads(), thread, plan.first_phase, int((plan.stream_bytes + PIECE - 1) / PIECE),
-              [] {}, read, [] {});
 }
 
 }  // namespace
