@@ -25,7 +25,8 @@ from figures import Row, verdicts
 from runtime_batching import batching, concurrency, waste
 from runtime_capacity import bits, held
 from runtime_check import check_model
-from runtime_latency import stall
+from runtime_latency import prefix, stall
+from runtime_preemption import preemption
 from runtime_session import Setup, load_setup
 from runtime_sizes import FULL, QUICK, TARGETS
 
@@ -39,7 +40,9 @@ MEASURES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "concurrency": concurrency,
     "bits": bits,
     "held": held,
+    "prefix": prefix,
     "stall": stall,
+    "preemption": preemption,
 }
 
 

@@ -1,4 +1,4 @@
-"""How long decoding streams stall when a long prompt arrives."""
+"""First tokens after a shared prompt, and how long decoding streams stall for a long one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,38 @@ from collections.abc import Iterator
 from typing import Any
 
 from figures import Row, row
-from runtime_session import Session, Setup, insist
+from runtime_session import Session, Setup, Trace, insist
 
+#: System prompts of a repeat, and tokens of the question that follows one.
+PROMPTS, QUESTION = 5, 16
 STREAMS = 4
 #: Tokens that each stream has when the prompt arrives.
 HEAD_START = 8
+
+
+def prefix(setup: Setup) -> Iterator[Row]:
+    """Time to the first token after a long system prompt, new to the engine and known to it."""
+    cold, warm = [], []
+    for seed in range(setup.repeats):
+        session, alone = setup.session(), setup.session(enable_prefix_caching=False)
+        lengths = [setup.sizes.system] * PROMPTS + [QUESTION] * (2 * PROMPTS)
+        passages = setup.prompts(lengths, seed)
+        for system in passages[:PROMPTS]:
+            first, second = passages.pop(), passages.pop()
+            cold.append(_answer(session, system + first).first_s)
+            warm.append((trace := _answer(session, system + second)).first_s)
+            same = _answer(alone, system + second)
+            insist(trace.token_ids == same.token_ids, "a prefix hit changes an answer")
+    against = f"{1e3 * statistics.median(cold):.0f} ms when it is new"
+    ratio = statistics.median(a / b for a, b in zip(warm, cold, strict=True))
+    name = setup.name(f"first token after a shared prompt of {setup.sizes.system:,} tokens")
+    yield row(name, 1e3 * statistics.median(warm), "ms", len(warm), ratio, against)
+
+
+def _answer(session: Session, prompt: list[int]) -> Trace:
+    trace = session.ask(prompt, 4)
+    session.finish()
+    return trace
 
 
 def stall(setup: Setup) -> Iterator[Row]:

@@ -44,7 +44,7 @@ def rate_table(rows: Sequence[Row]) -> list[str]:
         ratio = "–" if row["ratio"] is None else f"**{row['ratio']:.2f}**"
         variant = engine.removeprefix(OURS).strip()
         lines.append([f"{model}, {title}: {variant}", _number(row["value"]), *theirs, ratio])
-    return _markdown(heads, lines)
+    return markdown(heads, lines)
 
 
 def fact_table(rows: Sequence[Row]) -> list[str]:
@@ -56,7 +56,7 @@ def fact_table(rows: Sequence[Row]) -> list[str]:
             name = f"{model}, {title}: {engine.removeprefix(OURS).strip()}".removesuffix(": ")
             unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
             lines.append([name, f"{row['value']:.3g}{unit}", row["against"] or "–"])
-    return _markdown(["figure", OURS, "against"], lines)
+    return markdown(["figure", OURS, "against"], lines)
 
 
 def _best(values: Iterable[float]) -> str:
@@ -68,7 +68,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table whose first column is text, and the others numbers."""
     rule = "|".join(["---"] + ["---:"] * (len(heads) - 1))
     return [_line(heads), f"|{rule}|", *map(_line, lines)]
 
