@@ -95,6 +95,8 @@ if(QDEPLOY_STRESS)
   foreach(isa IN LISTS kernel_isas)
     add_executable(stress_${isa} ${kernel_sources} "${kernel_folder}/tests/stress.cpp")
     qdeploy_kernel_options(stress_${isa} ${isa})
+    # Phases start anew every few steps, not after weeks.
+    target_compile_definitions(stress_${isa} PRIVATE QD_LAST_PHASE=2000)
     if(QDEPLOY_SANITIZE)
       set(sanitize -fsanitize=${QDEPLOY_SANITIZE} -fno-sanitize-recover=all)
       target_compile_options(stress_${isa} PRIVATE -O1 -g -fno-omit-frame-pointer ${sanitize})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpu.quantized_models import KINDS, bfloat16_checkpoint, quantized_checkpoint
-from qdeploy.kv.config import KV_DTYPES, KVCacheConfig
+from qdeploy.kv.config import KV_DTYPES, KVCacheConfig, LayerPolicy
 from qdeploy.runtime.executors import load_executor
 from tables import run_chunks
 from tiny_models import ARCHITECTURES, tiny_checkpoint
@@ -71,6 +71,26 @@ def test_every_kv_policy(dtype: str, sink: int, residual: int, isa: str, tmp_pat
     assert difference(folder, "fp32", kv) < 5e-3
     assert divergence(folder, "fp32", kv) < 1e-6
     assert divergence(folder, "int8", kv) < 0.02
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma3_text"])
+def test_policies_of_single_layers(arch: str, isa: str, tmp_path: Path) -> None:
+    """With and without windows; other policies are at least four times as far off."""
+    kv = KVCacheConfig(
+        dtype="int4",
+        block_size=16,
+        layers=(
+            LayerPolicy(layer=0, dtype="int8", sink_blocks=0, residual_blocks=1),
+            LayerPolicy(layer=1, dtype="bf16", sink_blocks=1, residual_blocks=0),
+            LayerPolicy(layer=2, dtype="k8v4", sink_blocks=2, residual_blocks=0),
+        ),
+    )
+    folder = tiny_checkpoint(arch, tmp_path)
+    assert difference(folder, "fp32", kv) < 5e-3
+    assert divergence(folder, "fp32", kv) < 1e-6
+    expected = logits(folder, "reference", "fp32", kv)
+    uniform = logits(folder, "cpu", "fp32", kv.for_layer(3))
+    assert (uniform - expected).abs().max() > 0.02 * expected.abs().max()
 
 
 def test_caps_and_windows_of_gemma(isa: str, tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ for act in (same, drop, leave):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, act
 same()
 """
+FORK_IN_A_STEP = """
+worker = threading.Thread(target=lambda: executor.execute(step(6400)))
+worker.start()
+while not executor.model.lock.locked():
+    pass
+if (child := os.fork()) == 0:
+    try:
+        executor.execute(step(1))
+    except RuntimeError as error:
+        os.write(1, str(error).encode())
+    del executor
+    gc.collect()
+    atexit._run_exitfuncs()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+worker.join()
+executor.execute(step(1))
+"""
 LIMITED = """
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (300 << 20),) * 2)  # 37 stacks of 8 MiB
@@ -108,6 +126,11 @@ def test_a_process_may_end_while_a_daemon_thread_computes(folder: Path) -> None:
 
 def test_a_forked_child_computes_drops_and_ends(folder: Path) -> None:
     in_a_process(FORK, folder)
+
+
+def test_a_child_that_is_forked_during_a_step_is_refused_and_ends(folder: Path) -> None:
+    """Who holds the lock stayed behind: without a word, the child would wait for ever."""
+    assert "forked during a step; load the model again" in in_a_process(FORK_IN_A_STEP, folder)
 
 
 def test_threads_that_the_system_refuses_are_an_error(folder: Path) -> None:

@@ -53,7 +53,7 @@ class CpuModel:
         self.library, self.spec, self.threads = library, spec, threads
         self.act = abi.ActMode(data.struct.act_mode).name.lower()
         self.weight_bytes = data.step_bytes()
-        self.lock = threading.Lock()
+        self.lock: threading.Lock | _LostLock = threading.Lock()
         self.handle = library.cdll.qd_model_create(byref(data.struct), threads)
         if not self.handle:
             raise CapacityError(
@@ -77,6 +77,25 @@ class CpuModel:
 
 #: Those that live.
 _MODELS: weakref.WeakSet[CpuModel] = weakref.WeakSet()
+
+
+class _LostLock:
+    """Instead of a lock whose holder stayed behind in the parent process."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError("this process was forked during a step; load the model again in it")
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _find_lost_locks() -> None:
+    """In a forked child: nobody else runs here, so a lock that is held will never be released."""
+    for model in list(_MODELS):
+        if isinstance(model.lock, _LostLock) or model.lock.locked():
+            model.lock = _LostLock()
+
+
+os.register_at_fork(after_in_child=_find_lost_locks)
 
 
 class CpuExecutor:
@@ -194,7 +213,7 @@ def _stop_for_good() -> None:
     A forked child has no such threads, but perhaps a lock that one of them held.
     """
     for model in list(_MODELS):
-        if model.process == os.getpid():
+        if model.process == os.getpid() and not isinstance(model.lock, _LostLock):
             model.lock.acquire()
 
 

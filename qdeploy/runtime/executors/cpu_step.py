@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -18,37 +19,24 @@ class StepArrays:
     """
 
     def __init__(self, batch: StepBatch, block_size: int, num_groups: int) -> None:
-        self._tokens, self._starts, self._counts = array("i"), array("i"), array("i")
-        self._num_logits, self._table_starts = array("i"), array("q")
-        self._tables = [array("i") for _ in range(2 * num_groups)]  # open ones, then sealed ones
+        slices = batch.slices
+        counts = [len(s.token_ids) for s in slices]
+        self._starts = array("i", [s.start for s in slices])
+        self._counts = array("i", counts)
+        self._num_logits = array("i", [s.num_logits for s in slices])
+        self.num_logits = sum(self._num_logits)
+        self._tokens = _joined([s.token_ids for s in slices])
+        sizes = _table_sizes(slices, counts, block_size, num_groups)
+        self._table_starts = array("q", accumulate(sizes, initial=0))
+        opened, sealed = [s.open_blocks for s in slices], [s.sealed_blocks for s in slices]
+        self._tables = [
+            _joined([tables[g] for tables in of_pool])
+            for of_pool in (opened, sealed)
+            for g in range(num_groups)
+        ]
+        places = array("Q", map(_address, self._tables))
+        self._open, self._sealed = places[:num_groups], places[num_groups:]
         self._copies = _flat(batch.copies)
-        self.num_logits = 0
-        for piece in batch.slices:
-            self._add(piece, block_size)
-        places = [_address(table) for table in self._tables]
-        self._open = array("Q", places[:num_groups])
-        self._sealed = array("Q", places[num_groups:])
-
-    def _add(self, piece: SequenceSlice, block_size: int) -> None:
-        count = len(piece.token_ids)
-        self._starts.append(piece.start)
-        self._counts.append(count)
-        self._num_logits.append(piece.num_logits)
-        self.num_logits += piece.num_logits
-        self._tokens.extend(array("i", piece.token_ids))
-        begin = len(self._tables[0])
-        self._table_starts.append(begin)
-        tables = (*piece.open_blocks, *piece.sealed_blocks)
-        needed = -(-(piece.start + count) // block_size)
-        end = begin + (len(tables[0]) if tables else 0)
-        if len(tables) != len(self._tables) or end - begin < needed:
-            raise RuntimeError(
-                f"a slice needs {len(self._tables)} block tables of {needed} entries each"
-            )
-        for joined, table in zip(self._tables, tables, strict=True):
-            joined.extend(array("i", table))
-            if len(joined) != end:
-                raise RuntimeError("the block tables of a slice differ in length")
 
     def struct(self, logits: Tensor) -> abi.Step:
         """qd_step over these arrays and `logits`, which must stay alive."""
@@ -67,6 +55,41 @@ class StepArrays:
             len(self._copies) // 3,
             _address(self._copies),
         )
+
+
+def _table_sizes(
+    slices: Sequence[SequenceSlice], counts: Sequence[int], block_size: int, num_groups: int
+) -> list[int]:
+    """Entries of each slice's tables; RuntimeError unless they are as many in all groups, and
+    enough.
+    """
+    sizes = []
+    for piece, count in zip(slices, counts, strict=True):
+        opened, sealed = piece.open_blocks, piece.sealed_blocks
+        fits = len(opened) == len(sealed) == num_groups
+        needed = size = -(-(piece.start + count) // block_size)
+        if fits:
+            size = len(opened[0])
+            for table in opened:
+                fits = fits and len(table) == size
+            for table in sealed:
+                fits = fits and len(table) == size
+        if not fits or size < needed:
+            raise RuntimeError(
+                f"a slice needs {2 * num_groups} block tables of the same length, {needed} or more"
+            )
+        sizes.append(size)
+    return sizes
+
+
+def _joined(parts: Sequence[Sequence[int]]) -> array[int]:
+    """int32 of all parts."""
+    if len(parts) == 1:
+        return array("i", parts[0])
+    joined = array("i")
+    for part in parts:
+        joined.extend(array("i", part))
+    return joined
 
 
 def _flat(copies: Sequence[BlockCopy]) -> array[int]:
