@@ -45,8 +45,8 @@ QD_INLINE int last_block(const KVLayout& kv, const Tile& tile, int split) {
     const int last = (split + 1) * blocks_per_split(kv) - 1;
     return last < tile.block ? last : tile.block;
 }
-// How many tokens of a block the tile reads, in eights as values lie; what follows the newest one
-// is zero or was a number.
+// How many tokens of a block the tile reads, in eights as values lie; those that follow the newest
+// one have a weight of 0.
 QD_INLINE int tokens_read(const KVLayout& kv, const Tile& tile, int block) {
     const int64_t tokens = round_up(tile.position + tile.count - block * kv.block_size, 8);
     return tokens < kv.block_size ? (int)tokens : kv.block_size;
