@@ -39,7 +39,7 @@ Act = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")]
 
 
-def parse_size(text: str, option: str) -> int:
+def parse_size(text: str, option: str, *, allow_zero: bool = False) -> int:
     """Bytes from `2GiB`, `512MiB`, `40MB` or a plain number; UsageError names the option."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
@@ -49,7 +49,7 @@ def parse_size(text: str, option: str) -> int:
     try:
         size = int(float(number) * units[unit])
     except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size <= 0:
+        size = -1
+    if size < 0 or (size == 0 and not allow_zero):
         raise UsageError(f"{option} {text!r} is not a size; write e.g. 2GiB or 512MiB")
     return size

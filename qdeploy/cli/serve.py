@@ -32,6 +32,13 @@ def serve(
     enable_chunked_prefill: Annotated[
         bool, typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill")
     ] = True,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")
+    ] = True,
+    preemption: Annotated[
+        str, typer.Option(help="When KV blocks run out: auto, recompute or swap.")
+    ] = "auto",
+    swap_space: Annotated[str, typer.Option(help="Host memory for swapping; 0 for none.")] = "1GiB",
     backend: Backend = "auto",
     act: Act = None,
     threads: Threads = None,
@@ -73,6 +80,9 @@ def serve(
             ),
             num_kv_blocks=num_kv_blocks,
             enable_chunked_prefill=enable_chunked_prefill,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            swap_space_bytes=parse_size(swap_space, "--swap-space", allow_zero=True),
             backend=backend,
             act=act,
             threads=threads,

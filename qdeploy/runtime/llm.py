@@ -26,7 +26,7 @@ class LLM:
 
     model: a folder, .gguf file, hub name or pypi: reference. kv_cache_dtype: "auto" takes the
     policy in the artifact's manifest, bf16 without one. kv_cache_memory_bytes: budget of the KV
-    cache. backend, threads, act: see load_executor.
+    cache. enable_prefix_caching, preemption: see EngineConfig; swap_space: in GiB. backend, threads, act: see load_executor.
     """
 
     def __init__(
@@ -39,6 +39,9 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+        preemption: str = "auto",
+        swap_space: float = 1.0,
         kv_cache_memory_bytes: int | None = None,
         num_kv_blocks: int | None = None,
         backend: str = "auto",
@@ -63,6 +66,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=enable_chunked_prefill,
+            enable_prefix_caching=enable_prefix_caching,
+            preemption=preemption,
+            swap_space_bytes=int(swap_space * 2**30),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_kv_blocks=num_kv_blocks,
             seed=seed,

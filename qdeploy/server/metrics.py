@@ -12,6 +12,14 @@ from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.outputs import EngineStats, RequestOutput
 
 PREFIX = "qdeploy:"
+_COUNTERS = (
+    "num_preemptions_total",
+    "num_swaps_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 # bucket bounds as vLLM's, so that its dashboards read the same
@@ -100,7 +108,7 @@ class _EngineCollector(Collector):
             self._engine.last_step_age,
         )
         yield _kv_blocks(stats)
-        for name in ("num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"):
+        for name in _COUNTERS:
             yield CounterMetricFamily(
                 PREFIX + name, name.replace("_", " "), value=getattr(stats, name)
             )
@@ -123,6 +131,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         "num_requests_running": lambda s: s.num_requests_running,
         "num_requests_waiting": lambda s: s.num_requests_waiting,
         "kv_cache_usage_perc": lambda s: s.kv_cache_usage,
+        "swap_space_used_bytes": lambda s: s.swap_space_used_bytes,
     }
     for name, read in entries.items():
         yield _gauge(name, name.replace("_", " "), read(stats))
@@ -132,11 +141,11 @@ def _kv_blocks(stats: EngineStats) -> GaugeMetricFamily:
     family = GaugeMetricFamily(
         PREFIX + "kv_blocks", "KV cache blocks by pool and state", labels=["state", "pool"]
     )
-    pools = {
-        "open": (stats.num_open_blocks, stats.num_open_blocks_used),
-        "sealed": (stats.num_sealed_blocks, stats.num_sealed_blocks_used),
-    }
-    for pool, (total, used) in pools.items():
+    for pool in ("open", "sealed"):
+        total = getattr(stats, f"num_{pool}_blocks")
+        used = getattr(stats, f"num_{pool}_blocks_used")
+        cached = getattr(stats, f"num_{pool}_blocks_cached")
         family.add_metric(["live", pool], used)
-        family.add_metric(["free", pool], total - used)
+        family.add_metric(["cached", pool], cached)
+        family.add_metric(["free", pool], total - used - cached)
     return family

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
+from qdeploy.runtime.preemption import PREEMPTION_MODES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,7 @@ class ServerSettings:
     """Sizes in bytes, times in seconds; None is "decide from the model" or "no limit".
 
     port: 0 takes a free one. kv_cache_dtype: `auto` is the artifact's policy. act: None is the
-    backend's default.
+    backend's default. enable_prefix_caching, preemption, swap_space_bytes: see EngineConfig.
     max_queued_requests: sequences that may wait beyond the max_num_seqs that run; more get 503.
     request_timeout: from arrival to the last token. shutdown_timeout: how long a SIGTERM lets
     open requests finish. stall_timeout: a step that takes longer makes /health answer 503.
@@ -31,6 +32,9 @@ class ServerSettings:
     kv_cache_memory_bytes: int | None = None
     num_kv_blocks: int | None = None
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    preemption: str = "auto"
+    swap_space_bytes: int = 1 << 30
     backend: str = "auto"
     act: str | None = None
     threads: int | None = None
@@ -53,5 +57,11 @@ class ServerSettings:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_body_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1", param=name)
+        if self.preemption not in PREEMPTION_MODES:
+            raise UsageError(
+                f"preemption={self.preemption!r} is unknown; choose one of "
+                f"{', '.join(PREEMPTION_MODES)}",
+                param="preemption",
+            )
         if self.max_queued_requests < 0 or self.shutdown_timeout < 0:
             raise UsageError("max_queued_requests and shutdown_timeout must be at least 0")

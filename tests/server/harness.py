@@ -14,15 +14,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import torch
 import uvicorn
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.batch import StepBatch
+from qdeploy.runtime.batch import BlockIds, StepBatch
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
@@ -56,6 +58,14 @@ class AlphabetExecutor:
 
     def allocate_kv(self, pools: Sequence[KVPoolSize]) -> None:
         pass
+
+    def read_blocks(self, ids: Sequence[BlockIds]) -> NDArray[np.uint8]:
+        sizes = (self.open_block_bytes[0], self.sealed_block_bytes[0])
+        num_bytes = len(ids[0].open) * sizes[0] + len(ids[0].sealed) * sizes[1]
+        return np.zeros(num_bytes, np.uint8)
+
+    def write_blocks(self, ids: Sequence[BlockIds], data: NDArray[np.uint8]) -> None:
+        assert len(data) == len(self.read_blocks(ids))
 
     def execute(self, batch: StepBatch) -> Tensor:
         self.num_steps += 1
@@ -146,7 +156,13 @@ def serving(
     tokenizer = tokenizer or alphabet_tokenizer()
     executor = AlphabetExecutor(tokenizer, max_model_len)
     config = EngineConfig(
-        kv=KV, max_num_seqs=settings.max_num_seqs, num_kv_blocks=num_kv_blocks, seed=settings.seed
+        kv=KV,
+        max_num_seqs=settings.max_num_seqs,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        preemption=settings.preemption,
+        swap_space_bytes=settings.swap_space_bytes,
+        num_kv_blocks=num_kv_blocks,
+        seed=settings.seed,
     )
     core = Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer)  # type: ignore[arg-type]
     engine = AsyncEngine(

@@ -140,6 +140,39 @@ def test_h12_metric_types_and_values(served: Served) -> None:
     assert after["qdeploy:engine_last_step_age_seconds"] == 0
 
 
+def test_prefix_hits_and_cached_blocks_are_counted(served: Served) -> None:
+    prompt = "b" * 40
+    for _ in range(2):
+        before = samples(served)
+        assert served.complete(prompt=prompt, max_tokens=1).status_code == 200
+        served.wait_idle()
+    after = samples(served)
+    grown = {
+        name: after[f"qdeploy:prefix_cache_{name}_total"]
+        - before[f"qdeploy:prefix_cache_{name}_total"]
+        for name in ("queries", "hits")
+    }
+    assert grown["queries"] >= 40
+    assert grown["hits"] == (grown["queries"] - 1) // 8 * 8
+    cached = [after[f"qdeploy:kv_blocks{{pool={pool},state=cached}}"] for pool in ("open", "sealed")]
+    assert min(cached) > 0
+
+
+def test_preemptions_are_counted_by_kind() -> None:
+    for mode in ("swap", "recompute"):
+        with serving(num_kv_blocks=36, preemption=mode, enable_prefix_caching=False) as small:
+            with ThreadPoolExecutor(3) as pool:
+                body = {"max_tokens": 150, "ignore_eos": True}
+                replies = list(pool.map(lambda _: small.complete(**body), range(3)))
+            assert {reply.status_code for reply in replies} == {200}
+            small.wait_idle()
+            found = samples(small)
+            assert found["qdeploy:num_preemptions_total"] > 0
+            expected = found["qdeploy:num_preemptions_total"] if mode == "swap" else 0
+            assert found["qdeploy:num_swaps_total"] == expected
+            assert found["qdeploy:swap_space_used_bytes"] == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_h14_closing_the_connection_cancels(served: Served, stream: bool) -> None:
     served.executor.step_s = 0.02

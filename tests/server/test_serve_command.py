@@ -127,6 +127,8 @@ def test_a13_end_token_list_of_generation_config_ends_a_chat(folder: Path) -> No
         (["--kv-cache-dtype", "int3"], "int3"),
         (["--max-model-len", "100000"], "100000"),
         (["--backend", "warp"], "warp"),
+        (["--preemption", "evict"], "auto, recompute, swap"),
+        (["--swap-space", "-1GiB"], "--swap-space"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_one_line(
