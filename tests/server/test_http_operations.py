@@ -154,7 +154,9 @@ def test_prefix_hits_and_cached_blocks_are_counted(served: Served) -> None:
     }
     assert grown["queries"] >= 40
     assert grown["hits"] == (grown["queries"] - 1) // 8 * 8
-    cached = [after[f"qdeploy:kv_blocks{{pool={pool},state=cached}}"] for pool in ("open", "sealed")]
+    cached = [
+        after[f"qdeploy:kv_blocks{{pool={pool},state=cached}}"] for pool in ("open", "sealed")
+    ]
     assert min(cached) > 0
 
 
