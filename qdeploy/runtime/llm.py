@@ -26,7 +26,8 @@ class LLM:
 
     model: a folder, .gguf file, hub name or pypi: reference. kv_cache_dtype: "auto" takes the
     policy in the artifact's manifest, bf16 without one. kv_cache_memory_bytes: budget of the KV
-    cache. enable_prefix_caching, preemption: see EngineConfig; swap_space: in GiB. backend, threads, act: see load_executor.
+    cache. enable_prefix_caching, preemption: see EngineConfig; swap_space: of host memory, in GiB.
+    backend, threads, act: see load_executor.
     """
 
     def __init__(
