@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters guess tokens, the target draws its own and keeps what agrees."""

@@ -1,0 +1,80 @@
+"""What a user may say about speculation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qdeploy.errors import UsageError
+
+METHODS = ("none", "ngram", "draft_model", "self")
+#: Upper bounds of k by method: a guess that costs nothing may be longer.
+_DEFAULT_TOKENS = {"none": 0, "ngram": 15, "draft_model": 5, "self": 5}
+_MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted; the output is the same whatever stands here.
+
+    method: none, ngram (prompt lookup), draft_model, or self (the model's own lower-bit copy).
+    model: the draft model, a local folder or any other reference that LLM takes.
+    num_speculative_tokens: upper bound of the adapted number of drafts, None for the method's own.
+    ngram_min, ngram_max: tokens of text that must, and that may, agree for a prompt lookup.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    ngram_min: int = 2
+    ngram_max: int = 8
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(
+                f"speculative_method {self.method!r} is unknown; choose one of "
+                f"{', '.join(METHODS)}",
+                param="speculative_method",
+            )
+        self._check_model()
+        tokens = self.num_speculative_tokens
+        if tokens is not None and self.method == "none":
+            raise UsageError(
+                f"num_speculative_tokens={tokens} does nothing without a speculative_method; "
+                "choose one",
+                param="num_speculative_tokens",
+            )
+        if tokens is not None and not 1 <= tokens <= _MAX_TOKENS:
+            raise UsageError(
+                f"num_speculative_tokens={tokens} is not within 1 … {_MAX_TOKENS}",
+                param="num_speculative_tokens",
+            )
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise UsageError(
+                f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must be "
+                "1 ≤ ngram_min ≤ ngram_max",
+                param="ngram_min",
+            )
+
+    def _check_model(self) -> None:
+        if self.method == "draft_model" and not self.model:
+            raise UsageError(
+                "speculative_method draft_model needs speculative_model, the draft's folder",
+                param="speculative_model",
+            )
+        if self.model is not None and self.method != "draft_model":
+            raise UsageError(
+                f"speculative_model does nothing with speculative_method {self.method}; "
+                "use draft_model",
+                param="speculative_model",
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is drafted."""
+        return self.method != "none"
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens to draft for a request in a step."""
+        default = _DEFAULT_TOKENS[self.method]
+        return default if self.num_speculative_tokens is None else self.num_speculative_tokens

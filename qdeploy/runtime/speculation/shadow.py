@@ -1,0 +1,43 @@
+"""A drafter's own copy of a request: its tokens, and the guesses after them."""
+
+from __future__ import annotations
+
+from qdeploy.runtime.request import Request
+
+
+class Shadow:
+    """Samples as the request does: same parameters, same noise, same counts of tokens so far.
+
+    request: the copy; num_known: its tokens that are the request's own, the rest are guesses.
+    """
+
+    def __init__(self, original: Request) -> None:
+        self.request = Request(
+            request_id=original.request_id,
+            index=original.index,
+            order=original.order,
+            prompt_token_ids=original.prompt_token_ids,
+            params=original.params,
+            max_tokens=original.max_tokens,
+            seed=original.seed,
+        )
+        self.num_known = self.request.num_tokens
+
+    def follow(self, original: Request) -> int:
+        """Take over the request's tokens; returns how many of the old ones were right."""
+        mine, theirs, same = self.request.token_ids, original.token_ids, self.num_known
+        while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
+            same += 1
+        while len(mine) > same:
+            self.withdraw()
+        for token in theirs[same:]:
+            self.request.append(token, 0.0)
+        self.num_known = len(theirs)
+        return same
+
+    def withdraw(self) -> None:
+        """Take back the last token."""
+        token = self.request.token_ids.pop()
+        self.request.output_counts[token] -= 1
+        if not self.request.output_counts[token]:
+            del self.request.output_counts[token]

@@ -1,0 +1,221 @@
+"""Between the engine and a drafter: how much to draft, what came of it, what it cost.
+
+Nothing here can change a token, only when it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from qdeploy.runtime.request import Request
+from qdeploy.runtime.speculation.base import Drafter
+from qdeploy.runtime.speculation.controller import Acceptance, best_counts
+from qdeploy.runtime.speculation.step_cost import StepCost
+
+log = logging.getLogger("qdeploy")
+
+#: Before anything was verified: the acceptance of a draft, and the tests that this counts for.
+_FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0
+#: Tests that the other requests' acceptance counts for in a request's own.
+_SHARED_WEIGHT = 1.5
+#: Share of the time for trying again a drafter that costs more than it gives.
+_PROBE_SHARE = 0.02
+_PROBE_TOKENS = 3
+#: Tokens that a request is expected to get at most, when a drafter must first read its prompt.
+_HORIZON = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """Counters since the start, then gauges.
+
+    num_drafts: verified proposals; per_position: accepted tokens at each place of a proposal.
+    acceptance_rate: of a draft, recently; num_speculative_tokens: drafts per request in the last
+    step that decoded.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    per_position: tuple[int, ...] = ()
+    acceptance_rate: float = 0.0
+    num_speculative_tokens: float = 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    """guess: a token that was drafted only to be compared, −1 for none; since: steps without."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    guess: int = -1
+
+
+class Speculator:
+    """Sets `draft_token_ids` of requests before a step and learns from their verification.
+
+    Free drafters are asked for all that may be used, and the best part is kept. Others are asked
+    for what pays; while nothing does, a small share of the time goes into trying again.
+    """
+
+    def __init__(self, drafter: Drafter, max_drafts: int) -> None:
+        self.drafter: Drafter | None = drafter
+        self._max_drafts = max_drafts
+        self._states: dict[str, _State] = {}
+        self._shared = Acceptance(
+            _FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT, keep=1 - 1 / (8 * _FIRST_WEIGHT)
+        )
+        self._cost = StepCost()
+        self._elapsed = self._probed = 0.0
+        self._num_drafts = self._num_draft_tokens = 0
+        self._per_position = [0] * max_drafts
+        self._last_counts = 0.0
+
+    def propose(self, requests: Iterable[Request]) -> None:
+        """Give decoding requests the drafts that promise the most tokens per second."""
+        if self.drafter is None:
+            return
+        start = perf_counter()
+        wanting = [r for r in requests if r.is_decoding and self._limit(r) > 0]
+        try:
+            drafts = self._draft(self.drafter, wanting) if wanting else []
+        except Exception as error:
+            self._give_up(error)
+            return
+        for request, tokens in zip(wanting, drafts, strict=True):
+            request.draft_token_ids = tokens
+        if wanting:
+            self._last_counts = sum(map(len, drafts)) / len(wanting)
+        self._elapsed += perf_counter() - start
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """num_drafts of the request's were verified in a step, and its new tokens are in place.
+
+        Called after every step in which the request decoded, also with num_drafts 0.
+        """
+        if self.drafter is None:
+            return
+        state = self._state(request)
+        if num_drafts:
+            self._count(num_drafts, num_accepted)
+            state.acceptance.update(num_drafts, num_accepted)
+            self._shared.update(num_drafts, num_accepted)
+        elif state.guess >= 0:
+            hit = int(request.token_ids[-1] == state.guess)
+            state.acceptance.update(1, hit)
+            self._shared.update(1, hit)
+        state.guess = -1
+        self.drafter.observe(request, num_accepted)
+
+    def note_step(self, num_tokens: int, seconds: float, *, decoding_only: bool) -> None:
+        """A step without its drafting took that long; steps with prompt chunks teach nothing."""
+        self._elapsed += seconds
+        if decoding_only:
+            self._cost.note(num_tokens, seconds)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._states.pop(request.sequence_id, None)
+        if self.drafter is not None:
+            self.drafter.forget(request)
+
+    def stats(self) -> SpeculationStats:
+        """What happened so far."""
+        return SpeculationStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=sum(self._per_position),
+            per_position=tuple(self._per_position),
+            acceptance_rate=self._shared.rate(0.0, 1e-9) if self._num_drafts else 0.0,
+            num_speculative_tokens=self._last_counts,
+        )
+
+    def _limit(self, request: Request) -> int:
+        """A step gives a token more than its drafts, and no token may come after the last."""
+        return min(self._max_drafts, request.max_tokens - request.num_output_tokens - 1)
+
+    def _state(self, request: Request) -> _State:
+        return self._states.setdefault(request.sequence_id, _State())
+
+    def _rate(self, request: Request) -> float:
+        shared = self._shared.rate(_FIRST_RATE, 1e-9)
+        return self._state(request).acceptance.rate(shared, _SHARED_WEIGHT)
+
+    def _draft(self, drafter: Drafter, requests: Sequence[Request]) -> list[list[int]]:
+        limits = [self._limit(r) for r in requests]
+        rates = [self._rate(r) for r in requests]
+        if drafter.free:
+            return self._trim(drafter, requests, limits, rates)
+        counts = self._paying(drafter, requests, limits, rates)
+        if not any(counts):
+            counts = self._probe(drafter, requests, limits)
+        drafts: list[list[int]] = [[] for _ in requests]
+        asked = [i for i, count in enumerate(counts) if count]
+        if asked:
+            found = drafter.propose([requests[i] for i in asked], [counts[i] for i in asked])
+            for i, tokens in zip(asked, found, strict=True):
+                drafts[i] = tokens
+        return drafts
+
+    def _trim(
+        self,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        rates: Sequence[float],
+    ) -> list[list[int]]:
+        """Ask first, then keep what pays; a guess that doesn't is still compared with the token."""
+        found = drafter.propose(requests, limits)
+        counts, _ = best_counts(rates, [len(t) for t in found], self._cost, drafter.seconds)
+        for request, tokens, count in zip(requests, found, counts, strict=True):
+            if tokens and not count:
+                self._state(request).guess = tokens[0]
+        return [tokens[:count] for tokens, count in zip(found, counts, strict=True)]
+
+    def _paying(
+        self,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        rates: Sequence[float],
+    ) -> list[int]:
+        """Drafts by request, none where the drafter would have to read more than it can save."""
+        counts, gain = best_counts(rates, limits, self._cost, drafter.seconds)
+        if gain <= 1:
+            return counts
+        saved_per_token = self._cost(len(requests)) / len(requests) * (1 - 1 / gain)
+        for i, request in enumerate(requests):
+            left = min(request.max_tokens - request.num_output_tokens, _HORIZON)
+            if counts[i] and drafter.catch_up_seconds(request) > left * saved_per_token:
+                counts[i] = 0
+        return counts
+
+    def _probe(
+        self, drafter: Drafter, requests: Sequence[Request], limits: Sequence[int]
+    ) -> list[int]:
+        """A few drafts for the cheapest request, if the share of time for such attempts allows."""
+        counts = [0] * len(requests)
+        costs = [drafter.catch_up_seconds(r) for r in requests]
+        cheapest = min(range(len(requests)), key=costs.__getitem__)
+        tokens = min(_PROBE_TOKENS, limits[cheapest])
+        more = self._cost(len(requests) + tokens) - self._cost(len(requests))
+        cost = costs[cheapest] + tokens * drafter.seconds(1) + more
+        if self._probed + cost <= _PROBE_SHARE * self._elapsed:
+            self._probed += cost
+            counts[cheapest] = tokens
+        return counts
+
+    def _count(self, num_drafts: int, num_accepted: int) -> None:
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        for position in range(num_accepted):
+            self._per_position[position] += 1
+
+    def _give_up(self, error: Exception) -> None:
+        """A drafter that fails must cost nobody a token."""
+        name = self.drafter.name if self.drafter is not None else ""
+        text = " ".join((str(error) or type(error).__name__).split())
+        log.warning("drafter %s failed and is turned off: %s", name, text)
+        self.drafter = None
