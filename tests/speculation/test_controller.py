@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -23,84 +24,80 @@ def proportional(tokens: int) -> float:
 
 
 def test_as_many_as_allowed_where_a_step_costs_the_same() -> None:
-    assert best_counts([0.9], [4], flat, free)[0] == [4]
-    assert best_counts([0.9, 0.9], [4, 2], flat, free)[0] == [4, 2]
+    assert best_counts([[0.9] * 4], flat, free)[0] == [4]
+    assert best_counts([[0.9] * 4, [0.9] * 2], flat, free)[0] == [4, 2]
 
 
 def test_none_where_every_token_costs_as_much_as_the_first() -> None:
-    assert best_counts([0.9, 0.5], [4, 4], proportional, free) == ([0, 0], 1.0)
+    assert best_counts([[0.9] * 4, [0.5] * 4], proportional, free) == ([0, 0], 1.0)
 
 
 def test_none_before_anything_was_measured() -> None:
-    assert best_counts([0.9], [4], StepCost(), free) == ([0], 1.0)
+    assert best_counts([[0.9] * 4], StepCost(), free) == ([0], 1.0)
 
 
 def test_the_likelier_request_gets_more() -> None:
-    counts, gain = best_counts([0.9, 0.3], [8, 8], lambda n: 1 + 0.1 * n, free)
+    counts, gain = best_counts([[0.9] * 8, [0.3] * 8], lambda n: 1 + 0.1 * n, free)
     assert counts[0] > counts[1]
     assert gain > 1
 
 
+def test_a_doubtful_first_draft_can_pay_for_sure_ones_after_it() -> None:
+    assert best_counts([[0.5] + [0.99] * 7], lambda n: 1 + 0.1 * n, free)[0] == [8]
+    assert best_counts([[0.5] * 8], lambda n: 1 + 0.1 * n, free)[0][0] < 4
+
+
 def test_drafting_has_its_price() -> None:
-    assert best_counts([0.8], [8], flat, lambda n: 0.1)[0][0] < 8
-    assert best_counts([0.8], [8], flat, lambda n: 1.0)[0] == [0]
+    assert best_counts([[0.8] * 8], flat, lambda n: 0.1)[0][0] < 8
+    assert best_counts([[0.8] * 8], flat, lambda n: 1.0)[0] == [0]
 
 
 def test_load_turns_speculation_off() -> None:
     def seconds(tokens: int) -> float:  # memory-bound up to 8 tokens, then compute-bound
         return 1.0 if tokens <= 8 else tokens / 8
 
-    assert best_counts([0.7], [5], seconds, free)[0] == [5]
-    assert sum(best_counts([0.7] * 8, [5] * 8, seconds, free)[0]) == 0
+    assert best_counts([[0.7] * 5], seconds, free)[0] == [5]
+    assert sum(best_counts([[0.7] * 5] * 8, seconds, free)[0]) == 0
 
 
 @given(
-    rates=st.lists(st.floats(0.05, 0.99), min_size=1, max_size=3),
-    limit=st.integers(0, 4),
+    rates=st.lists(st.lists(st.floats(0.05, 0.99), max_size=4), min_size=1, max_size=3),
     base=st.floats(0.1, 5),
     slope=st.floats(0.0, 1),
     draft=st.floats(0.0, 1),
 )
 def test_no_other_choice_is_better(
-    rates: list[float], limit: int, base: float, slope: float, draft: float
+    rates: list[list[float]], base: float, slope: float, draft: float
 ) -> None:
     def seconds(tokens: int) -> float:
         return base + slope * tokens
 
     def value(counts: tuple[int, ...]) -> float:
-        tokens = sum(sum(r**j for j in range(k + 1)) for r, k in zip(rates, counts, strict=True))
-        rounds = [sum(k >= level for k in counts) for level in range(1, limit + 1)]
+        tokens = sum(
+            math.prod(chances[:j])
+            for chances, k in zip(rates, counts, strict=True)
+            for j in range(k + 1)
+        )
+        rounds = [sum(k >= level for k in counts) for level in range(1, 5)]
         drafting = draft * sum(1 for n in rounds if n)
         return tokens / (seconds(len(rates) + sum(counts)) + drafting)
 
-    counts, gain = best_counts(rates, [limit] * len(rates), seconds, lambda n: draft)
+    counts, gain = best_counts(rates, seconds, lambda n: draft)
     plain = value((0,) * len(rates))
     assert value(tuple(counts)) / plain == pytest.approx(gain)
     # Drafts that are hardly ever right aren't considered, and a hair's gain is none.
-    every = itertools.product(range(limit + 1), repeat=len(rates))
-    assert gain * MARGIN + 0.02 >= max(map(value, every)) / plain
+    every = itertools.product(*(range(len(chances) + 1) for chances in rates))
+    best = max(map(value, every)) / plain
+    assert gain == pytest.approx(best, rel=0.01) or best <= MARGIN + 0.01
 
 
 def test_acceptance_follows_what_happens() -> None:
     acceptance = Acceptance()
     assert acceptance.rate(0.6, 2) == pytest.approx(0.6)
-    for _ in range(20):
-        acceptance.update(4, 4)
-    assert acceptance.rate(0.6, 2) > 0.95
-    for _ in range(6):
-        acceptance.update(4, 0)
-    assert acceptance.rate(0.6, 2) < 0.65
-    for _ in range(20):
-        acceptance.update(4, 0)
-    assert acceptance.rate(0.6, 2) < 0.25
-
-
-def test_a_mismatch_counts_once() -> None:
-    acceptance = Acceptance(keep=1)
-    acceptance.update(8, 2)
-    assert (acceptance.accepted, acceptance.tested) == (2, 3)
-    acceptance.update(8, 8)
-    assert (acceptance.accepted, acceptance.tested) == (10, 11)
+    for accepted, low, high in [(True, 0.9, 1.0), (False, 0.0, 0.2), (True, 0.9, 1.0)]:
+        for _ in range(40):
+            acceptance.update(accepted)
+        assert low < acceptance.rate(0.6, 2) < high
 
 
 def test_cost_is_learned_and_interpolated() -> None:
@@ -110,7 +107,8 @@ def test_cost_is_learned_and_interpolated() -> None:
         for _ in range(5):
             cost.note(tokens, seconds)
     assert cost(1) == pytest.approx(1)
-    assert cost(3) == pytest.approx(1.5)
+    assert cost(2) == pytest.approx(1.05), "what wasn't measured is worth a try"
+    assert cost(5) == pytest.approx(2)
     assert cost(64) == pytest.approx(10)
     assert cost(5) < cost(20) < cost(64) < cost(100)
 

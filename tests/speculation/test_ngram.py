@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.runtime.speculation.base import NUM_KINDS
 from qdeploy.runtime.speculation.ngram import NgramDrafter
 
 
@@ -21,7 +22,7 @@ def request(tokens: list[int], name: str = "a") -> Request:
 
 
 def drafts(tokens: list[int], count: int = 4, low: int = 2, high: int = 5) -> list[int]:
-    return NgramDrafter(low, high).propose([request(tokens)], [count])[0]
+    return list(NgramDrafter(low, high).propose([request(tokens)], [count])[0].token_ids)
 
 
 def test_what_followed_before() -> None:
@@ -59,13 +60,15 @@ def test_a_repeating_text_goes_on_repeating() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.data())
-def test_an_index_that_grows_equals_one_made_at_once(tokens: list[int], data: st.DataObject) -> None:
+def test_an_index_that_grows_equals_one_made_at_once(
+    tokens: list[int], data: st.DataObject
+) -> None:
     grown, drafter = request(tokens[:1]), NgramDrafter(2, 4)
     for token in tokens[1:]:
         if data.draw(st.booleans()):
             drafter.propose([grown], [3])
         grown.append(token, 0.0)
-    found = drafter.propose([grown], [3])[0]
+    found = list(drafter.propose([grown], [3])[0].token_ids)
     assert found == drafts(tokens, 3, 2, 4)
     place = longest_earlier_match(tokens, 2, 4)
     assert bool(found) == (place > 0)
@@ -79,13 +82,19 @@ def longest_earlier_match(tokens: list[int], low: int, high: int) -> int:
     return 0
 
 
+def test_kinds_say_how_long_the_match_is() -> None:
+    drafter = NgramDrafter(2, 4)
+    assert drafter.propose([request([1, 2, 3, 4, 1, 2])], [3])[0].kinds == [1, 2, 3]
+    assert drafter.propose([request([5] * 40, "b")], [20])[0].kinds[-1] == NUM_KINDS - 1
+
+
 def test_requests_are_apart_and_forgotten() -> None:
     drafter = NgramDrafter(2, 4)
     a, b = request([1, 2, 3, 1, 2], "a"), request([1, 2, 9, 1, 2], "b")
-    assert drafter.propose([a, b], [1, 1]) == [[3], [9]]
+    assert [d.token_ids for d in drafter.propose([a, b], [1, 1])] == [[3], [9]]
     drafter.forget(a)
     drafter.forget(request([1], "unknown"))
-    assert drafter.propose([request([1, 2, 7, 1, 2], "a")], [1]) == [[7]]
+    assert drafter.propose([request([1, 2, 7, 1, 2], "a")], [1])[0].token_ids == [7]
 
 
 def test_a_proposal_takes_microseconds_however_long_the_text() -> None:

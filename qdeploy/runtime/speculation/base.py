@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from qdeploy.runtime.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next.
+
+    kinds: for each of them a small number, or none: tokens of one kind are right equally often, so
+    that the drafter's own confidence decides how many are verified.
+    """
+
+    token_ids: Sequence[int] = ()
+    kinds: Sequence[int] = ()
+
+
+#: Kinds are 0 … NUM_KINDS − 1.
+NUM_KINDS = 16
 
 
 class Drafter(Protocol):
@@ -21,8 +38,8 @@ class Drafter(Protocol):
     name: str
     free: bool
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """At most counts[i] ≥ 1 tokens that may follow requests[i].token_ids; [] for no idea."""
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+        """At most counts[i] ≥ 1 tokens that may follow requests[i].token_ids, none for no idea."""
 
     def observe(self, request: Request, num_accepted: int) -> None:
         """The last proposal was verified: its first num_accepted tokens, and one more of the

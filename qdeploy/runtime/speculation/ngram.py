@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qdeploy.runtime.request import Request
+from qdeploy.runtime.speculation.base import NUM_KINDS, Draft
 
 #: Places of one n-gram that are looked at, the latest first: bounds the time of a proposal.
 _CANDIDATES = 16
@@ -75,7 +76,7 @@ class NgramDrafter:
         self._min, self._max = ngram_min, ngram_max
         self._indexes: dict[str, _Index] = {}
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         """What followed the longest earlier match, as most of the longest ones have it."""
         return [self._propose(r, count) for r, count in zip(requests, counts, strict=True)]
 
@@ -94,21 +95,25 @@ class NgramDrafter:
         """A µs a token, against hundreds for the target's prefill."""
         return 0.0
 
-    def _propose(self, request: Request, count: int) -> list[int]:
+    def _propose(self, request: Request, count: int) -> Draft:
         index = self._indexes.get(request.sequence_id)
         if index is None:
             index = self._indexes[request.sequence_id] = _Index(self._min)
         index.extend(request.token_ids[len(index.tokens) :])
-        place = self._best(index)
-        return index.continuation(place, count) if place else []
+        place, overlap = self._best(index)
+        if not place:
+            return Draft()
+        # A draft counts only if those before it are right, and then the match is longer by them.
+        kinds = [min(overlap + i, NUM_KINDS) - 1 for i in range(count)]
+        return Draft(index.continuation(place, count), kinds)
 
-    def _best(self, index: _Index) -> int:
-        """The latest of the places whose next token most of the longest matches share; 0: none."""
+    def _best(self, index: _Index) -> tuple[int, int]:
+        """The latest of the places whose next token most of the longest matches share, and their
+        length; place 0: none.
+        """
         places = index.places()
-        if len(places) < 2:
-            return places[0] if places else 0
         overlaps = [index.overlap(place, self._max) for place in places]
-        longest = max(overlaps)
+        longest = max(overlaps, default=0)
         firsts: dict[int, int] = {}
         votes: dict[int, int] = {}
         for place, overlap in zip(places, overlaps, strict=True):
@@ -116,4 +121,4 @@ class NgramDrafter:
                 token = index.tokens[place]
                 firsts.setdefault(token, place)
                 votes[token] = votes.get(token, 0) + 1
-        return firsts[max(votes, key=votes.__getitem__)]
+        return (firsts[max(votes, key=votes.__getitem__)], longest) if votes else (0, 0)

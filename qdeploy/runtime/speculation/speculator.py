@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from qdeploy.runtime.request import Request
-from qdeploy.runtime.speculation.base import Drafter
+from qdeploy.runtime.speculation.base import NUM_KINDS, Draft, Drafter
 from qdeploy.runtime.speculation.controller import Acceptance, best_counts
 from qdeploy.runtime.speculation.step_cost import StepCost
 
 log = logging.getLogger("qdeploy")
 
 #: Before anything was verified: the acceptance of a draft, and the tests that this counts for.
-_FIRST_RATE, _FIRST_WEIGHT = 0.6, 4.0
+_FIRST_RATE, _FIRST_WEIGHT = 0.6, 2.0
 #: Tests that the other requests' acceptance counts for in a request's own.
-_SHARED_WEIGHT = 1.5
+_SHARED_WEIGHT, _SHARED_KEEP = 2.0, 0.98
 #: Share of the time for trying again a drafter that costs more than it gives.
 _PROBE_SHARE = 0.02
 _PROBE_TOKENS = 3
@@ -45,12 +45,16 @@ class SpeculationStats:
     num_speculative_tokens: float = 0.0
 
 
+def _by_kind() -> list[Acceptance]:
+    return [Acceptance() for _ in range(NUM_KINDS)]
+
+
 @dataclass(slots=True)
 class _State:
-    """guess: a token that was drafted only to be compared, −1 for none; since: steps without."""
+    """What is known of one request; draft: its last one, also what of it wasn't verified."""
 
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    guess: int = -1
+    acceptance: list[Acceptance] = field(default_factory=_by_kind)
+    draft: Draft = field(default_factory=Draft)
 
 
 class Speculator:
@@ -64,9 +68,8 @@ class Speculator:
         self.drafter: Drafter | None = drafter
         self._max_drafts = max_drafts
         self._states: dict[str, _State] = {}
-        self._shared = Acceptance(
-            _FIRST_RATE * _FIRST_WEIGHT, _FIRST_WEIGHT, keep=1 - 1 / (8 * _FIRST_WEIGHT)
-        )
+        self._shared = [Acceptance(keep=_SHARED_KEEP) for _ in range(NUM_KINDS)]
+        self._recent = Acceptance(keep=_SHARED_KEEP)
         self._cost = StepCost()
         self._elapsed = self._probed = 0.0
         self._num_drafts = self._num_draft_tokens = 0
@@ -85,7 +88,7 @@ class Speculator:
             self._give_up(error)
             return
         for request, tokens in zip(wanting, drafts, strict=True):
-            request.draft_token_ids = tokens
+            request.draft_token_ids = list(tokens)
         if wanting:
             self._last_counts = sum(map(len, drafts)) / len(wanting)
         self._elapsed += perf_counter() - start
@@ -98,15 +101,15 @@ class Speculator:
         if self.drafter is None:
             return
         state = self._state(request)
+        draft, state.draft = state.draft, Draft()
         if num_drafts:
             self._count(num_drafts, num_accepted)
-            state.acceptance.update(num_drafts, num_accepted)
-            self._shared.update(num_drafts, num_accepted)
-        elif state.guess >= 0:
-            hit = int(request.token_ids[-1] == state.guess)
-            state.acceptance.update(1, hit)
-            self._shared.update(1, hit)
-        state.guess = -1
+        # What wasn't verified still tells something: the next token is there to compare it with.
+        new = request.token_ids[request.num_tokens - num_accepted - 1 :]
+        kinds = draft.kinds or [0] * len(new)
+        for token, guess, kind in zip(new, draft.token_ids, kinds, strict=False):
+            state.acceptance[kind].update(token == guess)
+            self._shared[kind].update(token == guess)
         self.drafter.observe(request, num_accepted)
 
     def note_step(self, num_tokens: int, seconds: float, *, decoding_only: bool) -> None:
@@ -128,7 +131,7 @@ class Speculator:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=sum(self._per_position),
             per_position=tuple(self._per_position),
-            acceptance_rate=self._shared.rate(0.0, 1e-9) if self._num_drafts else 0.0,
+            acceptance_rate=self._recent.rate(0.0, 1e-9),
             num_speculative_tokens=self._last_counts,
         )
 
@@ -139,50 +142,45 @@ class Speculator:
     def _state(self, request: Request) -> _State:
         return self._states.setdefault(request.sequence_id, _State())
 
-    def _rate(self, request: Request) -> float:
-        shared = self._shared.rate(_FIRST_RATE, 1e-9)
-        return self._state(request).acceptance.rate(shared, _SHARED_WEIGHT)
+    def _rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
+        """The chance of each of a request's drafts, if those before it are right."""
+        own = self._state(request).acceptance
+        return [
+            own[kind].rate(self._shared[kind].rate(_FIRST_RATE, _FIRST_WEIGHT), _SHARED_WEIGHT)
+            for kind in kinds
+        ]
 
-    def _draft(self, drafter: Drafter, requests: Sequence[Request]) -> list[list[int]]:
+    def _draft(self, drafter: Drafter, requests: Sequence[Request]) -> list[Sequence[int]]:
         limits = [self._limit(r) for r in requests]
-        rates = [self._rate(r) for r in requests]
         if drafter.free:
-            return self._trim(drafter, requests, limits, rates)
-        counts = self._paying(drafter, requests, limits, rates)
-        if not any(counts):
-            counts = self._probe(drafter, requests, limits)
-        drafts: list[list[int]] = [[] for _ in requests]
+            found = drafter.propose(requests, limits)
+            counts = self._paying(drafter, requests, [d.kinds for d in found])
+        else:
+            counts = self._paying(drafter, requests, [[0] * limit for limit in limits])
+            if not any(counts):
+                counts = self._probe(drafter, requests, limits)
+            found = self._ask(drafter, requests, counts)
+        for request, draft in zip(requests, found, strict=True):
+            self._state(request).draft = draft
+        return [draft.token_ids[:count] for draft, count in zip(found, counts, strict=True)]
+
+    def _ask(
+        self, drafter: Drafter, requests: Sequence[Request], counts: Sequence[int]
+    ) -> list[Draft]:
+        found = [Draft()] * len(requests)
         asked = [i for i, count in enumerate(counts) if count]
         if asked:
-            found = drafter.propose([requests[i] for i in asked], [counts[i] for i in asked])
-            for i, tokens in zip(asked, found, strict=True):
-                drafts[i] = tokens
-        return drafts
-
-    def _trim(
-        self,
-        drafter: Drafter,
-        requests: Sequence[Request],
-        limits: Sequence[int],
-        rates: Sequence[float],
-    ) -> list[list[int]]:
-        """Ask first, then keep what pays; a guess that doesn't is still compared with the token."""
-        found = drafter.propose(requests, limits)
-        counts, _ = best_counts(rates, [len(t) for t in found], self._cost, drafter.seconds)
-        for request, tokens, count in zip(requests, found, counts, strict=True):
-            if tokens and not count:
-                self._state(request).guess = tokens[0]
-        return [tokens[:count] for tokens, count in zip(found, counts, strict=True)]
+            drafts = drafter.propose([requests[i] for i in asked], [counts[i] for i in asked])
+            for i, draft in zip(asked, drafts, strict=True):
+                found[i] = draft
+        return found
 
     def _paying(
-        self,
-        drafter: Drafter,
-        requests: Sequence[Request],
-        limits: Sequence[int],
-        rates: Sequence[float],
+        self, drafter: Drafter, requests: Sequence[Request], kinds: Sequence[Sequence[int]]
     ) -> list[int]:
         """Drafts by request, none where the drafter would have to read more than it can save."""
-        counts, gain = best_counts(rates, limits, self._cost, drafter.seconds)
+        rates = [self._rates(r, k) for r, k in zip(requests, kinds, strict=True)]
+        counts, gain = best_counts(rates, self._cost, drafter.seconds)
         if gain <= 1:
             return counts
         saved_per_token = self._cost(len(requests)) / len(requests) * (1 - 1 / gain)
@@ -212,6 +210,9 @@ class Speculator:
         self._num_draft_tokens += num_drafts
         for position in range(num_accepted):
             self._per_position[position] += 1
+            self._recent.update(True)
+        if num_accepted < num_drafts:
+            self._recent.update(False)
 
     def _give_up(self, error: Exception) -> None:
         """A drafter that fails must cost nobody a token."""

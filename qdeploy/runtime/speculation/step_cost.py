@@ -6,12 +6,13 @@ _EXACT = 32  # step sizes up to this one are kept apart
 _TRUSTED = 3  # visits before a measurement counts
 _DOWN, _UP = 0.3, 0.1  # a fast step says more than a slow one, which a neighbour may have caused
 _CLIP = 2.0
-_PRIOR_SLOPE = 0.05  # of one token's step, for each further token, until it is measured
+_HOPEFUL_SLOPE = 0.05  # of the smallest step, for each further token, until it is measured
 _FRESH_NOTES = 8  # predictions are made anew after so many measurements
 
 
 class StepCost:
-    """Learns from every step; between measured sizes it interpolates.
+    """Learns from every step. A size that wasn't measured is assumed to be cheap, so that it gets
+    tried where it promises something.
 
     More tokens never cost less: a size that was measured on a bad moment is corrected by the
     larger ones.
@@ -53,18 +54,17 @@ class StepCost:
     def _predict(self, num_tokens: int) -> float:
         if not self._points:
             return 0.0
-        first, least = self._points[0]
-        if num_tokens <= first:
-            return least
-        below = first, least
+        hopeful = _HOPEFUL_SLOPE * self._points[0][1]
+        below = self._points[0]
         for size, seconds in self._points:
             if num_tokens <= size:
-                step = (seconds - below[1]) / (size - below[0])
-                return below[1] + step * (num_tokens - below[0])
+                if num_tokens == size:
+                    return seconds
+                share = (num_tokens - below[0]) / max(size - below[0], 1)
+                line = below[1] + share * (seconds - below[1])
+                return min(line, below[1] + hopeful * max(num_tokens - below[0], 0))
             below = size, seconds
-        last, most = below
-        slope = (most - least) / (last - first) if last > first else _PRIOR_SLOPE * least
-        return most + slope * (num_tokens - last)
+        return below[1] + hopeful * (num_tokens - below[0])
 
 
 def _size(num_tokens: int) -> int:

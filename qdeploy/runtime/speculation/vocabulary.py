@@ -17,7 +17,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, draft_name: str) 
         first = min(differing)
         raise UsageError(
             f"token {first} is {_named(theirs.get(first))} in the draft model {draft_name} and "
-            f"{_named(ours.get(first))} in the model; choose a draft with the model's own tokenizer",
+            f"{_named(ours.get(first))} in the model; choose a draft with the same tokenizer",
             param="speculative_model",
         )
 
