@@ -14,6 +14,7 @@ from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampler import sample
+from qdeploy.runtime.speculation.base import Draft
 from qdeploy.runtime.speculation.shadow import Shadow
 from qdeploy.runtime.speculation.step_cost import StepCost
 
@@ -80,7 +81,7 @@ class ModelDrafter:
         self._cost = StepCost()
         self._read_seconds: float | None = None
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         """Read what is new, then draft token by token, all requests in one batch."""
         jobs = [self._job(r, count) for r, count in zip(requests, counts, strict=True)]
         ready, rows = self._read(jobs)
@@ -88,7 +89,7 @@ class ModelDrafter:
             ready = [job for job, row in zip(ready, rows, strict=True) if self._take(job, row)]
             if ready:
                 rows = self._execute([self._next(job) for job in ready])
-        return [job.drafts for job in jobs]
+        return [Draft(job.drafts) for job in jobs]
 
     def observe(self, request: Request, num_accepted: int) -> None:
         """Nothing: the next proposal compares tokens."""
@@ -116,8 +117,7 @@ class ModelDrafter:
     def _job(self, original: Request, count: int) -> _Job:
         sequence = self._sequences.get(original.sequence_id)
         if sequence is None:
-            sequence = _Sequence(Shadow(original), 0)
-            sequence.num_computed = self._adopt(sequence.shadow.request)
+            sequence = _Sequence(Shadow(original), self._adopt(original))
             self._sequences[original.sequence_id] = sequence
         self._follow(sequence, original)
         # A draft is computed, but for the last one, to draft the next.
@@ -129,6 +129,20 @@ class ModelDrafter:
         request = sequence.shadow.request
         sequence.num_computed = min(sequence.num_computed, same, request.num_tokens - 1)
         self._commit(sequence)
+
+    def _adopt(self, request: Request) -> int:
+        """Begin with what earlier requests left in the draft's prefix cache; its length."""
+        hit = self._blocks.match(request.token_ids, request.cache_salt)
+        self._blocks.adopt(request.sequence_id, hit)
+        return hit.num_tokens
+
+    def _commit(self, sequence: _Sequence) -> None:
+        """Keep what is computed of the true tokens; gives back blocks that guesses took."""
+        request = sequence.shadow.request
+        if request.sequence_id in self._blocks.tables:
+            self._blocks.commit(
+                request.sequence_id, sequence.num_computed, request.token_ids, request.cache_salt
+            )
 
     def _read(self, jobs: Sequence[_Job]) -> tuple[list[_Job], Rows]:
         """Compute what the draft model hasn't seen; the jobs that are up to date, and their rows.
@@ -179,7 +193,7 @@ class ModelDrafter:
         return self._slice(job, job.request.num_tokens - 1, job.request.num_tokens)
 
     def _slice(self, job: _Job, start: int, end: int, num_logits: int = 1) -> SequenceSlice:
-        open_blocks, sealed_blocks = self._blocks.ids(job.request.sequence_id)
+        open_blocks, sealed_blocks = self._blocks.tables[job.request.sequence_id].ids()
         return SequenceSlice(
             token_ids=job.request.token_ids[start:end],
             start=start,
