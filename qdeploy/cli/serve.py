@@ -39,6 +39,17 @@ def serve(
         str, typer.Option(help="When KV blocks run out: auto, recompute or swap.")
     ] = "auto",
     swap_space: Annotated[str, typer.Option(help="Host memory for swapping; 0 for none.")] = "1GiB",
+    speculative_method: Annotated[
+        str, typer.Option(help="none, ngram (prompt lookup), draft_model or self (4-bit copy).")
+    ] = "none",
+    speculative_model: Annotated[
+        str | None, typer.Option(help="The draft: folder, .gguf, hub or pypi:.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Most drafts per step; adapted down to 0.")
+    ] = None,
+    ngram_min: Annotated[int, typer.Option(help="Tokens that must match for a lookup.")] = 2,
+    ngram_max: Annotated[int, typer.Option(help="Longer matches count as this long.")] = 16,
     backend: Backend = "auto",
     act: Act = None,
     threads: Threads = None,
@@ -62,6 +73,7 @@ def serve(
     """Serve ARTIFACT over HTTP."""
 
     def body() -> None:
+        from qdeploy.runtime.speculation.config import SpeculativeConfig
         from qdeploy.server.serve import serve as serve_http
         from qdeploy.server.settings import ServerSettings
 
@@ -83,6 +95,13 @@ def serve(
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
             swap_space_bytes=parse_size(swap_space, "--swap-space", allow_zero=True),
+            speculative=SpeculativeConfig(
+                method=speculative_method,
+                model=speculative_model,
+                num_speculative_tokens=num_speculative_tokens,
+                ngram_min=ngram_min,
+                ngram_max=ngram_max,
+            ),
             backend=backend,
             act=act,
             threads=threads,

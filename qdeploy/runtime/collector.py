@@ -61,10 +61,7 @@ class OutputCollector:
 
     def banned(self, request: Request) -> Set[int]:
         """Tokens that may not be sampled now: those that would stop before min_tokens."""
-        params = request.params
-        if params.min_tokens == 0 or request.num_output_tokens >= params.min_tokens:
-            return frozenset()
-        return self._eos_token_ids | set(params.stop_token_ids or ())
+        return banned_tokens(request, self._eos_token_ids)
 
     def collect(self, request: Request, sampled: Sampled) -> RequestOutput:
         """The output of a token that `request` has just taken."""
@@ -133,3 +130,11 @@ class OutputCollector:
             num_cached_tokens=request.num_cached_tokens,
             metrics=request.metrics(),
         )
+
+
+def banned_tokens(request: Request, eos_token_ids: Set[int]) -> Set[int]:
+    """Tokens that may not be sampled now: those that would stop before min_tokens."""
+    params = request.params
+    if params.min_tokens == 0 or request.num_output_tokens >= params.min_tokens:
+        return frozenset()
+    return eos_token_ids | set(params.stop_token_ids or ())

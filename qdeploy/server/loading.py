@@ -17,6 +17,7 @@ from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.llm import resolve_kv_config
 from qdeploy.runtime.sampling_params import sampling_defaults
+from qdeploy.runtime.speculation.loading import load_drafter
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.settings import ServerSettings
@@ -40,7 +41,7 @@ def load(
     watch.lap("tokenizer")
     executor = _executor(path, folder, kv, manifest, settings, progress)
     watch.lap("weights")
-    engine = _engine(executor, tokenizer, settings, kv)
+    engine = _engine(folder, executor, tokenizer, settings, kv, progress)
     watch.lap("KV cache")
     _describe(executor, engine, kv, manifest, progress)
     app = create_app(engine, tokenizer, settings, sampling_defaults=sampling_defaults(folder))
@@ -78,7 +79,12 @@ def _executor(
 
 
 def _engine(
-    executor: Executor, tokenizer: Tokenizer, settings: ServerSettings, kv: KVCacheConfig
+    folder: Path,
+    executor: Executor,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    kv: KVCacheConfig,
+    progress: Progress,
 ) -> AsyncEngine:
     config = EngineConfig(
         kv=kv,
@@ -91,10 +97,19 @@ def _engine(
         swap_space_bytes=settings.swap_space_bytes,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         num_kv_blocks=settings.num_kv_blocks,
+        speculative=settings.speculative,
         seed=settings.seed,
     )
+    drafter = load_drafter(
+        config,
+        executor,
+        folder=folder,
+        tokenizer=tokenizer,
+        threads=settings.threads,
+        progress=progress,
+    )
     return AsyncEngine(
-        Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer),
+        Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer, drafter=drafter),
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_queued_requests,
         request_timeout=settings.request_timeout,

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.outputs import EngineStats, RequestOutput
+from qdeploy.runtime.outputs import EngineStats, RequestOutput, SpeculationStats
 
 PREFIX = "qdeploy:"
 _COUNTERS = (
@@ -108,6 +108,7 @@ class _EngineCollector(Collector):
             self._engine.last_step_age,
         )
         yield _kv_blocks(stats)
+        yield from _speculation(stats.speculation)
         for name in _COUNTERS:
             yield CounterMetricFamily(
                 PREFIX + name, name.replace("_", " "), value=getattr(stats, name)
@@ -135,6 +136,35 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     }
     for name, read in entries.items():
         yield _gauge(name, name.replace("_", " "), read(stats))
+
+
+def _speculation(stats: SpeculationStats) -> Iterator[Metric]:
+    counters = {
+        "num_drafts_total": stats.num_drafts,
+        "num_draft_tokens_total": stats.num_draft_tokens,
+        "num_accepted_tokens_total": stats.num_accepted_tokens,
+    }
+    for name, value in counters.items():
+        full = "spec_decode_" + name
+        yield CounterMetricFamily(PREFIX + full, full.replace("_", " "), value=value)
+    by_place = CounterMetricFamily(
+        PREFIX + "spec_decode_num_accepted_tokens_per_pos_total",
+        "accepted drafts by their place in a proposal",
+        labels=["position"],
+    )
+    for position, count in enumerate(stats.per_position):
+        by_place.add_metric([str(position)], count)
+    yield by_place
+    yield _gauge(
+        "spec_decode_acceptance_rate",
+        "recent share of drafts that were right, of those compared",
+        stats.acceptance_rate,
+    )
+    yield _gauge(
+        "spec_decode_num_speculative_tokens",
+        "drafts per decoding sequence in the last step",
+        stats.num_speculative_tokens,
+    )
 
 
 def _kv_blocks(stats: EngineStats) -> GaugeMetricFamily:

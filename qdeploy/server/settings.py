@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
 from qdeploy.runtime.preemption import PREEMPTION_MODES
+from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class ServerSettings:
     enable_prefix_caching: bool = True
     preemption: str = "auto"
     swap_space_bytes: int = 1 << 30
+    speculative: SpeculativeConfig = NO_SPECULATION
     backend: str = "auto"
     act: str | None = None
     threads: int | None = None

@@ -50,7 +50,7 @@ class CpuModel:
     """
 
     def __init__(self, library: Library, data: ModelData, spec: DecoderSpec, threads: int) -> None:
-        self.library, self.spec, self.threads = library, spec, threads
+        self.library, self.data, self.spec, self.threads = library, data, spec, threads
         self.act = abi.ActMode(data.struct.act_mode).name.lower()
         self.weight_bytes = data.step_bytes()
         self.lock: threading.Lock | _LostLock = threading.Lock()

@@ -14,7 +14,7 @@ from qdeploy.kv.config import KVCacheConfig
 from qdeploy.models.spec import DecoderSpec
 from qdeploy.progress import Progress
 from qdeploy.quantization.scheme import QuantizedLinear
-from qdeploy.runtime.executors.tile_arena import Arena, ArenaWriter
+from qdeploy.runtime.executors.tile_arena import Arena, ArenaWriter, Tiles
 from qdeploy.runtime.executors.weights import WeightSource, norm_sizes
 from qdeploy_kernels.cpu import abi
 from qdeploy_kernels.cpu.abi import Activation, ActMode, Kind
@@ -24,7 +24,7 @@ from qdeploy_kernels.cpu.tiles import TILE_ROWS, TileMatrix
 log = logging.getLogger("qdeploy")
 
 #: Matrices of a layer: the linears whose rows each of them joins.
-_MATRICES = {
+MATRICES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -59,7 +59,7 @@ def pack_model(source: WeightSource, spec: DecoderSpec, arena: ArenaWriter, show
     """Write a model's matrices and norms, one layer in memory at a time; raises FormatError."""
     with show.task("pack weights for the CPU", spec.num_layers) as task:
         for layer in range(spec.num_layers):
-            for name, linears in _MATRICES.items():
+            for name, linears in MATRICES.items():
                 weights, biases = zip(*(source.linear(layer, n) for n in linears), strict=True)
                 matrix = pack_matrix(weights, biases, interleave=name == "gate_up")
                 _warn_if_dense(f"layer {layer} {name}", weights, matrix)
@@ -87,14 +87,14 @@ def _warn_if_dense(name: str, weights: Sequence[object], matrix: TileMatrix) -> 
 
 
 class ModelData:
-    """qd_model over an arena, with everything that its pointers point to.
+    """qd_model over an arena's tiles, with everything that its pointers point to.
 
     Raises ArenaError when the arena isn't this model's.
     """
 
-    def __init__(self, arena: Arena, spec: DecoderSpec, act: ActMode) -> None:
-        self._arena, self._spec = arena, spec
-        self._kept: list[Any] = [arena]
+    def __init__(self, tiles: Tiles, spec: DecoderSpec, act: ActMode) -> None:
+        self.tiles, self.act, self._spec = tiles, act, spec
+        self._kept: list[Any] = [tiles]
         shapes = _matrix_shapes(spec)
         table = (spec.vocab_size, spec.hidden_size)
         ropes = list(dict.fromkeys(spec.rope))
@@ -130,22 +130,22 @@ class ModelData:
             norm=self._vector("norm", spec.hidden_size),
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             embedding=embedding,
-            head=self._matrix("head", *table) if arena.has("head") else embedding,
+            head=self._matrix("head", *table) if tiles.has("head") else embedding,
         )
 
     def step_bytes(self) -> int:
         """Bytes of the matrices that a step reads whole: all but an untied embedding's."""
-        layers = [getattr(layer, name) for layer in self.layers for name in _MATRICES]
+        layers = [getattr(layer, name) for layer in self.layers for name in MATRICES]
         matrices = [*layers, self.struct.head]
         return sum(m.tile_bytes * -(-m.rows // TILE_ROWS) for m in matrices)
 
     def _matrix(self, name: str, rows: int, cols: int) -> abi.Matrix:
-        matrix: TileMatrix = self._arena.matrix(name, rows, cols)
+        matrix: TileMatrix = self.tiles.matrix(name, rows, cols)
         self._kept.append(matrix)
         return matrix.struct()
 
     def _vector(self, name: str, size: int) -> int:
-        return self._keep(self._arena.array(name, "float32", (size,)))
+        return self._keep(self.tiles.array(name, "float32", (size,)))
 
     def _keep(self, array: NDArray[np.float32]) -> int:
         """The array's address, and the array alive."""

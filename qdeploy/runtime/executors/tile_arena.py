@@ -15,7 +15,7 @@ import struct
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +161,16 @@ class Arena:
         if order is not None and not np.array_equal(np.sort(order), np.arange(cols)):
             raise ArenaError(f"{name} is not a permutation")
         return order
+
+
+class Tiles(Protocol):
+    """What a model is made of; see Arena."""
+
+    def has(self, name: str) -> bool: ...
+
+    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]: ...
+
+    def matrix(self, name: str, rows: int, cols: int) -> TileMatrix: ...
 
 
 def open_arena(path: Path, key: str) -> Arena:

@@ -89,7 +89,7 @@ def open_tiles(checkpoint: Checkpoint, pack: Pack, check: Check) -> Arena:
         except OSError as error:
             log.debug("tiles can't be kept in %s: %s", place, error)
     log.info("packed tiles are not kept: neither %s can be written", " nor ".join(map(str, places)))
-    return _in_memory(key, pack)
+    return pack_in_memory(pack, key)
 
 
 def tile_key(checkpoint: Checkpoint, digests: Digests) -> str:
@@ -185,7 +185,8 @@ def _clear(place: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _in_memory(key: str, pack: Pack) -> Arena:
+def pack_in_memory(pack: Pack, key: str = "") -> Arena:
+    """Tiles that nobody else sees and that go with the process."""
     with _anonymous() as stream:
         _write(stream, key, pack)
         return Arena(stream, key)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qdeploy.errors import UsageError
 
@@ -26,7 +29,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int | None = None
     ngram_min: int = 2
-    ngram_max: int = 8
+    ngram_max: int = 16
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -68,6 +71,18 @@ class SpeculativeConfig:
                 param="speculative_model",
             )
 
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
+        """From a dict of fields; an unknown one is an error."""
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise UsageError(
+                f"speculative_config has the unknown field {unknown[0]!r}; there are {known}",
+                param="speculative_config",
+            )
+        return cls(**fields)
+
     @property
     def enabled(self) -> bool:
         """Whether anything is drafted."""
@@ -78,3 +93,6 @@ class SpeculativeConfig:
         """The most tokens to draft for a request in a step."""
         default = _DEFAULT_TOKENS[self.method]
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+
+NO_SPECULATION = SpeculativeConfig()

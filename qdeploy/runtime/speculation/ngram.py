@@ -72,7 +72,7 @@ class NgramDrafter:
     name = "ngram"
     free = True
 
-    def __init__(self, ngram_min: int = 2, ngram_max: int = 8) -> None:
+    def __init__(self, ngram_min: int = 2, ngram_max: int = 16) -> None:
         self._min, self._max = ngram_min, ngram_max
         self._indexes: dict[str, _Index] = {}
 

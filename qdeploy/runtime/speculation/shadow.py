@@ -6,7 +6,8 @@ from qdeploy.runtime.request import Request
 
 
 class Shadow:
-    """Samples as the request does: same parameters, same noise, same counts of tokens so far.
+    """Samples as the request does: same parameters and noise, penalties for the same tokens. Only a
+    grammar is left out: its state is the request's own.
 
     request: the copy; num_known: its tokens that are the request's own, the rest are guesses.
     """
@@ -20,6 +21,7 @@ class Shadow:
             params=original.params,
             max_tokens=original.max_tokens,
             seed=original.seed,
+            bad_words=original.bad_words,
         )
         self.num_known = self.request.num_tokens
 
@@ -28,16 +30,6 @@ class Shadow:
         mine, theirs, same = self.request.token_ids, original.token_ids, self.num_known
         while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
             same += 1
-        while len(mine) > same:
-            self.withdraw()
-        for token in theirs[same:]:
-            self.request.append(token, 0.0)
+        mine[same:] = theirs[same:]
         self.num_known = len(theirs)
         return same
-
-    def withdraw(self) -> None:
-        """Take back the last token."""
-        token = self.request.token_ids.pop()
-        self.request.output_counts[token] -= 1
-        if not self.request.output_counts[token]:
-            del self.request.output_counts[token]

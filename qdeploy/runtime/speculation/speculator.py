@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from qdeploy.runtime.outputs import SpeculationStats
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.speculation.base import NUM_KINDS, Draft, Drafter
 from qdeploy.runtime.speculation.controller import Acceptance, best_counts
@@ -26,23 +27,6 @@ _PROBE_SHARE = 0.02
 _PROBE_TOKENS = 3
 #: Tokens that a request is expected to get at most, when a drafter must first read its prompt.
 _HORIZON = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationStats:
-    """Counters since the start, then gauges.
-
-    num_drafts: verified proposals; per_position: accepted tokens at each place of a proposal.
-    acceptance_rate: of a draft, recently; num_speculative_tokens: drafts per request in the last
-    step that decoded.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    per_position: tuple[int, ...] = ()
-    acceptance_rate: float = 0.0
-    num_speculative_tokens: float = 0.0
 
 
 def _by_kind() -> list[Acceptance]:
