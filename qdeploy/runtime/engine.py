@@ -19,12 +19,15 @@ from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.collector import OutputCollector
 from qdeploy.runtime.kv_budget import plan_kv_pools
-from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput
+from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput, SpeculationStats
 from qdeploy.runtime.preemption import PreemptionPolicy
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampler import sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
+from qdeploy.runtime.speculation.base import Drafter
+from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
+from qdeploy.runtime.speculation.speculator import Speculator
 from qdeploy.runtime.swap_space import SwapSpace
 from qdeploy.runtime.swapper import Swapper
 from qdeploy.runtime.tokenizer import Tokenizer
@@ -44,7 +47,7 @@ class EngineConfig:
     and sealed together) sizes the cache; with neither, see kv_budget.plan_kv_pools.
     enable_prefix_caching: K/V of equal prompt beginnings are computed once. preemption: `recompute`
     or `swap` to at most swap_space_bytes of host memory, or `auto`, the cheaper of both by
-    measured cost. seed: for requests that give none.
+    measured cost. speculative: how tokens are drafted. seed: for requests that give none.
     """
 
     kv: KVCacheConfig
@@ -57,6 +60,7 @@ class EngineConfig:
     swap_space_bytes: int = DEFAULT_SWAP_SPACE_BYTES
     kv_cache_memory_bytes: int | None = None
     num_kv_blocks: int | None = None
+    speculative: SpeculativeConfig = NO_SPECULATION
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +86,13 @@ class Engine:
         eos_token_ids: Set[int] = frozenset(),
         *,
         tokenizer: Tokenizer | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        """drafter: what `config.speculative` asks for; see speculation.loading.load_drafter."""
+        if config.speculative.enabled != (drafter is not None):
+            raise UsageError(
+                f"speculative_method {config.speculative.method} and the drafter given disagree"
+            )
         if executor.kv_config != config.kv:
             raise UsageError(
                 f"the executor keeps KV as {executor.kv_config.key} but {config.kv.key} is asked"
@@ -99,6 +109,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             num_kv_blocks=config.num_kv_blocks,
+            lookahead_tokens=config.speculative.max_drafts,
         )
         executor.allocate_kv(pools)
         self.blocks = BlockManager(
@@ -122,6 +133,11 @@ class Engine:
             ),
         )
         self._swapper = Swapper(executor, self.scheduler)
+        self.speculator = (
+            None
+            if drafter is None
+            else Speculator(drafter, config.speculative.max_drafts, executor.spec.vocab_size)
+        )
         self._collector = OutputCollector(self.eos_token_ids, tokenizer)
         self._samples: dict[str, list[Request]] = {}
         self._on_logits: dict[str, OnLogits] = {}
@@ -166,13 +182,20 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what it added to each sample."""
         outputs, self._pending = self._pending, []
+        if self.speculator is not None:
+            self.speculator.propose(self.scheduler.running)
+        began = time.perf_counter()
         step = self.scheduler.schedule()
         self._swapper.move(step)
         if not step.num_scheduled_tokens:
             return outputs
         self._note_schedule(step)
         batch = self.scheduler.batch(step)
+        decoding_only = all(request.is_decoding for request in step.num_scheduled_tokens)
         logits = self._execute(step, batch, outputs)
+        if self.speculator is not None:
+            seconds = time.perf_counter() - began
+            self.speculator.note_step(step.num_tokens, seconds, decoding_only=decoding_only)
         if logits is not None:
             self._collect(step, batch, logits, outputs)
         self._last_step = (step.num_tokens, len(step.num_scheduled_tokens), time.monotonic())
@@ -240,6 +263,9 @@ class Engine:
             prefix_cache_queries_total=self.scheduler.num_prefix_queries,
             prefix_cache_hits_total=self.scheduler.num_prefix_hits,
             finished=dict(self._finished),
+            speculation=(
+                SpeculationStats() if self.speculator is None else self.speculator.stats()
+            ),
         )
 
     def _add(self, request_id: str, samples: list[Request]) -> None:
@@ -270,11 +296,9 @@ class Engine:
             self.scheduler.policy.note_step(prompts, step.num_tokens, seconds)
             return logits
         except Exception as error:
-            message = (
-                f"the {self.executor.name} executor failed: {str(error) or type(error).__name__}"
-            )
+            message = one_line(f"the {self.executor.name} executor failed", error)
             for request in step.num_scheduled_tokens:
-                self._finish(request, "error", outputs, error=" ".join(message.split()))
+                self._finish(request, "error", outputs, error=message)
             return None
 
     def _collect(
@@ -285,45 +309,65 @@ class Engine:
         for request, part in zip(step.num_scheduled_tokens, batch.slices, strict=True):
             start, end = end, end + part.num_logits
             for taker in self._advance(request, part):
-                try:
-                    if taker.scoring:
-                        self._take_scores(taker, logits[start:end], outputs)
-                    elif start < end:
-                        self._take_token(taker, rows[start], outputs)
-                except Exception as error:
-                    # Whatever went wrong, those after this one still get their rows (P5).
-                    if taker.scoring:
-                        self._scoring_error = error
-                    message = f"sampling failed: {str(error) or type(error).__name__}"
-                    self._finish(taker, "error", outputs, error=" ".join(message.split()))
+                if taker.scoring:
+                    self._take_scores(taker, logits[start:end], outputs)
+                elif start < end:
+                    outputs.append(self._take_tokens(taker, rows[start:end]))
 
     def _advance(self, request: Request, part: SequenceSlice) -> list[Request]:
-        """A slice is computed; returns the samples that its last row of logits is for."""
-        self.scheduler.commit(request, len(part.token_ids))
+        """A slice is computed; returns the samples that its last row of logits is for.
+
+        Of a slice with drafts, how much is kept is known once its rows are sampled.
+        """
+        if not request.draft_token_ids:
+            self.scheduler.commit(request, len(part.token_ids))
         if request.followers and request.num_uncomputed_tokens == 0:
             return [request, *self.scheduler.fork(request)]
         return [request]
 
     def _take_scores(self, request: Request, rows: Tensor, outputs: list[RequestOutput]) -> None:
-        if len(rows):
-            start, request.num_scored = request.num_scored, request.num_scored + len(rows)
-            self._on_logits[request.request_id](start, rows)
+        try:
+            if len(rows):
+                start, request.num_scored = request.num_scored, request.num_scored + len(rows)
+                self._on_logits[request.request_id](start, rows)
+        except Exception as error:  # the requests after this one still get their rows (P5)
+            self._scoring_error = error
+            self._finish(request, "error", outputs, error=one_line("scoring failed", error))
+            return
         if request.num_uncomputed_tokens == 0:
             self._finish(request, "stop", outputs)
 
-    def _take_token(
-        self, request: Request, row: NDArray[np.float32], outputs: list[RequestOutput]
-    ) -> None:
-        sampled = sample(row, request, self._collector.banned(request))
-        if sampled.error is not None:
-            self._finish(request, "error", outputs, error=sampled.error)
-            return
-        request.append(sampled.token_id, time.monotonic())
-        self._counters["generation_tokens"] += 1
-        output = self._collector.collect(request, sampled)
+    def _take_tokens(self, request: Request, rows: NDArray[np.float32]) -> RequestOutput:
+        """Draw a token, and another one for each draft [rows − 1] that was right: what comes out
+        is what would have come without drafts.
+        """
+        drafts, request.draft_token_ids = request.draft_token_ids, []
+        taken: list[RequestOutput] = []
+        for row, draft in zip(rows, (*drafts, None), strict=True):
+            taken.append(self._take_token(request, row))
+            if taken[-1].finished or request.token_ids[-1] != draft:
+                break
+        if drafts:
+            self.scheduler.commit(request, len(taken))
+        if self.speculator is not None:
+            self.speculator.observe(request, len(drafts), len(taken) - 1)
+        output = RequestOutput.joined(taken)
         if output.finish_reason is not None:
             self._retire(request, output.finish_reason)
-        outputs.append(output)
+        return output
+
+    def _take_token(self, request: Request, row: NDArray[np.float32]) -> RequestOutput:
+        """Draw a token from row [vocab]; what goes wrong ends this request alone (P5)."""
+        try:
+            sampled = sample(row, request, self._collector.banned(request))
+            if sampled.error is None:
+                request.append(sampled.token_id, time.monotonic())
+                self._counters["generation_tokens"] += 1
+                return self._collector.collect(request, sampled)
+            error = sampled.error
+        except Exception as failure:
+            error = one_line("sampling failed", failure)
+        return replace(self._collector.final(request, "error"), error=error)
 
     def _finish(
         self,
@@ -341,9 +385,16 @@ class Engine:
     def _retire(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request)
         self._collector.remove(request)
+        if self.speculator is not None:
+            self.speculator.forget(request)
         self._finished[reason] += 1
         alive = [r for r in self._samples[request.request_id] if r is not request]
         if alive:
             self._samples[request.request_id] = alive
         else:
             del self._samples[request.request_id]
+
+
+def one_line(what: str, error: Exception) -> str:
+    """What failed and why."""
+    return " ".join(f"{what}: {str(error) or type(error).__name__}".split())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 #: Speculating must promise that much more than not speculating: predictions are noisy.
 MARGIN = 1.02
 _LEAST_GAIN = 0.01  # expected tokens below which a further draft isn't considered
-_MAX_RATE = 0.995
 
 #: Expected tokens of a draft, minus its place in the proposal, and its request.
 _Gain = tuple[float, int, int]
@@ -32,8 +31,7 @@ class Acceptance:
 
     def rate(self, prior: float, weight: float) -> float:
         """The estimate, with `weight` tests at the rate `prior` added."""
-        rate = (self.accepted + weight * prior) / (self.tested + weight)
-        return min(rate, _MAX_RATE)
+        return (self.accepted + weight * prior) / (self.tested + weight)
 
 
 def best_counts(

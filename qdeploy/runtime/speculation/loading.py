@@ -51,14 +51,18 @@ def load_drafter(
 def make_model_drafter(
     draft: Executor, config: EngineConfig, target: Executor, eos_token_ids: frozenset[int]
 ) -> ModelDrafter:
-    """A drafter on `draft`, whose KV pools are allocated here: for as many tokens as the target's,
-    and from a memory budget of the same size if one is given.
+    """A drafter on `draft`, whose KV pools are allocated here, for requests as long as the target's.
+
+    They come on top of the target's: of as many bytes or blocks, where those are given, but never
+    too few for one request. With fewer than all need, some requests aren't drafted at times.
     """
     from qdeploy.runtime.speculation.draft_model import ModelDrafter
 
     max_model_len = min(
         resolve_max_model_len(config, target.spec.max_model_len), draft.spec.max_model_len
     )
+    least = sum(sum(group.blocks_for_tokens(max_model_len)) for group in draft.kv_groups)
+    blocks = None if config.num_kv_blocks is None else max(config.num_kv_blocks, least)
     pools = plan_kv_pools(
         draft.kv_groups,
         draft.open_block_bytes,
@@ -66,7 +70,7 @@ def make_model_drafter(
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        num_kv_blocks=config.num_kv_blocks,
+        num_kv_blocks=blocks,
         lookahead_tokens=config.speculative.max_drafts,
     )
     draft.allocate_kv(pools)

@@ -48,9 +48,9 @@ class Speculator:
     for what pays; while nothing does, a small share of the time goes into trying again.
     """
 
-    def __init__(self, drafter: Drafter, max_drafts: int) -> None:
+    def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int) -> None:
         self.drafter: Drafter | None = drafter
-        self._max_drafts = max_drafts
+        self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._states: dict[str, _State] = {}
         self._shared = [Acceptance(keep=_SHARED_KEEP) for _ in range(NUM_KINDS)]
         self._recent = Acceptance(keep=_SHARED_KEEP)
@@ -145,8 +145,15 @@ class Speculator:
                 counts = self._probe(drafter, requests, limits)
             found = self._ask(drafter, requests, counts)
         for request, draft in zip(requests, found, strict=True):
+            self._check(draft)
             self._state(request).draft = draft
         return [draft.token_ids[:count] for draft, count in zip(found, counts, strict=True)]
+
+    def _check(self, draft: Draft) -> None:
+        """An id that the model hasn't got would end the step of everybody."""
+        for token in draft.token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"it drafted token {token} of a vocabulary of {self._vocab_size}")
 
     def _ask(
         self, drafter: Drafter, requests: Sequence[Request], counts: Sequence[int]
