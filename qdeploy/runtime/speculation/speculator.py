@@ -124,7 +124,10 @@ class Speculator:
         return min(self._max_drafts, request.max_tokens - request.num_output_tokens - 1)
 
     def _state(self, request: Request) -> _State:
-        return self._states.setdefault(request.sequence_id, _State())
+        state = self._states.get(request.sequence_id)
+        if state is None:
+            state = self._states[request.sequence_id] = _State()
+        return state
 
     def _rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
         """The chance of each of a request's drafts, if those before it are right."""
@@ -138,6 +141,8 @@ class Speculator:
         limits = [self._limit(r) for r in requests]
         if drafter.free:
             found = drafter.propose(requests, limits)
+            if not any(draft.token_ids for draft in found):
+                return [()] * len(requests)
             counts = self._paying(drafter, requests, [d.kinds for d in found])
         else:
             counts = self._paying(drafter, requests, [[0] * limit for limit in limits])
