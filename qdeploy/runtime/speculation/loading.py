@@ -51,7 +51,7 @@ def load_drafter(
 def make_model_drafter(
     draft: Executor, config: EngineConfig, target: Executor, eos_token_ids: frozenset[int]
 ) -> ModelDrafter:
-    """A drafter on `draft`, whose KV pools are allocated here, for requests as long as the target's.
+    """A drafter on `draft`; allocates its KV pools, for requests as long as the target's.
 
     They come on top of the target's: of as many bytes or blocks, where those are given, but never
     too few for one request. With fewer than all need, some requests aren't drafted at times.

@@ -115,7 +115,7 @@ class Speculator:
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=sum(self._per_position),
             per_position=tuple(self._per_position),
-            acceptance_rate=self._recent.rate(0.0, 1e-9),
+            acceptance_rate=self._recent.accepted / max(self._recent.tested, 1e-9),
             num_speculative_tokens=self._last_counts,
         )
 
