@@ -88,7 +88,7 @@ def test_no_other_choice_is_better(
     # Drafts that are hardly ever right aren't considered, and a hair's gain is none.
     every = itertools.product(*(range(len(chances) + 1) for chances in rates))
     best = max(map(value, every)) / plain
-    assert gain == pytest.approx(best, rel=0.01) or best <= MARGIN + 0.01
+    assert gain == pytest.approx(best, rel=0.02) or best <= MARGIN + 0.02
 
 
 def test_acceptance_follows_what_happens() -> None:

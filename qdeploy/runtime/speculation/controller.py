@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 #: Speculating must promise that much more than not speculating: predictions are noisy.
 MARGIN = 1.02
-_LEAST_GAIN = 0.01  # expected tokens below which a further draft isn't considered
+_LEAST_GAIN = 0.005  # expected tokens below which a further draft isn't considered
 
 #: Expected tokens of a draft, minus its place in the proposal, and its request.
 _Gain = tuple[float, int, int]
