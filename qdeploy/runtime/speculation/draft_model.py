@@ -204,14 +204,16 @@ class ModelDrafter:
 
     def _execute(self, slices: Sequence[SequenceSlice]) -> Rows:
         """Logits [rows, vocab of the draft]; learns what steps cost."""
+        if not slices:
+            return np.empty((0, self._vocab_size), np.float32)
         batch = StepBatch(slices)
         start = perf_counter()
         rows: Rows = self._executor.execute(batch).cpu().numpy()
         seconds = perf_counter() - start
         tokens = batch.num_tokens
-        if all(len(s.token_ids) == 1 for s in slices):
+        if tokens < _READING * len(slices):
             self._cost.note(tokens, seconds)
-        elif tokens >= _READING * len(slices):
+        else:
             old = self._read_seconds
             self._read_seconds = seconds / tokens if old is None else (old + seconds / tokens) / 2
         return rows
