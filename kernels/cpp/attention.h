@@ -36,7 +36,9 @@ struct Block {
 };
 
 // Blocks first … last that a tile reads in a split; older ones may not be there any more.
-QD_INLINE int blocks_per_split(const KVLayout& kv) { return SPLIT_TOKENS > kv.block_size ? SPLIT_TOKENS / kv.block_size : 1; }
+QD_INLINE int blocks_per_split(const KVLayout& kv) {
+    return SPLIT_TOKENS > kv.block_size ? SPLIT_TOKENS / kv.block_size : 1;
+}
 QD_INLINE int first_block(const KVLayout& kv, const Tile& tile, int split, int window) {
     const int begin = split * blocks_per_split(kv), oldest = oldest_block(kv, window, tile.position);
     return begin > oldest ? begin : oldest;
@@ -66,7 +68,8 @@ struct Reading {
     int pieces(const KVLayout& kv) const { return !block.data ? 0 : whole(kv) ? 1 : key_rows(kv) + 1; }
     Piece piece(const KVLayout& kv, int i) const {
         if (whole(kv)) return {block.data, block.sealed ? kv.sealed_bytes() : kv.open_bytes()};
-        if (i == key_rows(kv)) return {block.data + kv.open_panel_bytes(), kv.open_panel_bytes() / kv.block_size * tokens};
+        if (i == key_rows(kv))
+            return {block.data + kv.open_panel_bytes(), kv.open_panel_bytes() / kv.block_size * tokens};
         return {block.data + (int64_t)i * kv.block_size * 4, (int64_t)tokens * 4};
     }
 };

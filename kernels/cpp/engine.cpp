@@ -135,6 +135,7 @@ void Engine::reserve(const Plan& plan) {
     attended = floats(rows * attention_width), inner = floats(rows * inner_width);
     cosines = floats(angles), sines = floats(angles);
     shared = Memory(activation_bytes(rows, model.widest()));
+    shared_inner = Memory(activation_bytes(rows, model.spec().inner));
     row_capacity = rows;
 }
 

@@ -133,7 +133,7 @@ struct Engine {
     Memory scratch, partials;
     // Buffers of a step, by rows: residual stream, projections, attention, MLP, activations, angles.
     int64_t row_capacity = 0, hidden_width, qkv_width, attention_width, inner_width;
-    Memory x, delta, qkv, attended, inner, shared, cosines, sines;
+    Memory x, delta, qkv, attended, inner, shared, shared_inner, cosines, sines;
     std::vector<AttentionScratch> attention;  // one a thread
 
 private:

@@ -90,11 +90,12 @@ inline void quantize_group(const float* x, int n, int8_t* codes, float* scale, i
     *total = sum_i(sums);
 }
 
-inline void quantize_row(const float* x, int64_t row, const Activations& a) {
+// Groups first … last − 1 of a row.
+inline void quantize_groups(const float* x, int64_t row, int64_t first, int64_t last, const Activations& a) {
     int8_t* codes = a.codes + row * a.width;
     float* scales = a.scales + row * a.groups;
     int32_t* sums = a.sums + row * a.groups;
-    for (int g = 0; g < a.groups; g++)
+    for (int64_t g = first; g < last; g++)
         quantize_group(x + (int64_t)g * a.group, a.group, codes + (int64_t)g * a.group, scales + g, sums + g);
 }
 
@@ -105,7 +106,7 @@ inline void put_row(const float* x, int64_t row, const qd_matrix& m, const Activ
         for (int64_t i = m.cols; i < a.width; i++) permuted[i] = 0;
         x = permuted;
     }
-    if (a.form == Form::INT8) return quantize_row(x, row, a);
+    if (a.form == Form::INT8) return quantize_groups(x, row, 0, a.groups, a);
     if (a.form == Form::FLOAT) {
         std::memcpy(a.floats + row * a.width, x, a.width * sizeof(float));
         return;

@@ -9,7 +9,7 @@ using F = __m512;   // 16 × float32
 using I = __m512i;  // 16 × int32, or 32 × bfloat16 as 16 pairs, or 64 bytes as 16 × 4
 
 constexpr int MAX_ROWS = 6;    // rows of a GEMM tile whose accumulators stay in registers
-constexpr int DIRECT_ROWS = 4; // up to so many rows, KV codes are widened on the way
+constexpr int DIRECT_ROWS = 4; // of a product with codes, or with float8 that widens on the way
 
 QD_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
 QD_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -50,7 +50,12 @@ QD_INLINE F from_bits(I a) { return _mm512_castsi512_ps(a); }
 QD_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 QD_INLINE I to_int(F a) { return _mm512_cvtps_epi32(a); }  // to nearest even
 QD_INLINE int32_t largest_i(I a) { return _mm512_reduce_max_epi32(a); }
-QD_INLINE int32_t sum_i(I a) { return _mm512_reduce_add_epi32(a); }
+QD_INLINE int32_t sum_i(I a) {  // _mm512_reduce_add_epi32 must not overflow
+    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+    __m128i v = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
+}
 QD_INLINE F select_less_i(I a, I b, F yes, F no) {
     return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(a, b), no, yes);
 }
@@ -62,7 +67,8 @@ template <class Join> QD_INLINE __m128 join4(const F (&x)[4], Join join) {
     F all = join(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
     all = join(all, _mm512_shuffle_ps(all, all, 0x4e));
     all = join(all, _mm512_shuffle_ps(all, all, 0xb1));
-    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), all));
+    const I firsts = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 4, 8, 12));  // of each quarter
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, all));
 }
 QD_INLINE void sum4(const F (&x)[4], float* out) {
     _mm_storeu_ps(out, join4(x, [](F a, F b) { return _mm512_add_ps(a, b); }));

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "ahead.h"
+#include "layer_blocks.h"
 
 namespace qd {
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int ROWS_PER_CHUNK = 8;  // of row-wise phases
 constexpr int FEW_ROWS = 16;       // up to so many, reading weights takes longer than using them
+constexpr int IDLE_ROWS = 8;       // beyond so many, products leave memory time for K and V
 constexpr int MANY_ROWS = 128;     // from so many on, attention computes longer than it reads
 constexpr int64_t EXPECTED_BYTES = 16384;
 constexpr int64_t WORK_PER_LINE = 48;  // weights × rows of a tile per line of K and V, fetched ahead
@@ -50,7 +52,7 @@ private:
     // Chunks of columns of a matrix when `rows` rows are multiplied.
     int64_t columns_of(const qd_matrix& m, int64_t rows) const {
         const int64_t tiles = round_up(m.rows, TILE) / TILE;
-        return std::min<int64_t>(tiles, (rows > FEW_ROWS ? 4 : 2) * model_.threads().count());
+        return std::min<int64_t>(tiles, (rows > FEW_ROWS ? 8 : 2) * model_.threads().count());
     }
 
     // Fetches the beginning of this thread's range of the matrix that comes next: the hardware
@@ -72,29 +74,42 @@ private:
             lay_out(m, spec_.act_mode, rows, alone ? work_.activations.data() : engine_.shared.data());
         const auto put = [&](int row) { put_row(source(row), row, m, a, work_.row(2)); };
         if (!alone) each_row(rows, put);
+        product(m, a, rows, 1,
+                [&] {
+                    if (alone)
+                        for (int row = 0; row < rows; row++) put(row);
+                },
+                epilogue, [](int64_t, int64_t, int64_t, int64_t) {}, next);
+    }
+
+    // The product with rows that have their form. Chunks hold whole units of tiles; after(low, high,
+    // first, last) follows rows low … high − 1 of tiles first … last − 1.
+    template <class Prepare, class Epilogue, class After>
+    void product(const qd_matrix& m, const Activations& a, int rows, int64_t unit, Prepare prepare, Epilogue epilogue,
+                 After after, const qd_matrix* next) {
         const TileKernel* kernels = tile_kernels(m, spec_.act_mode);
-        const int64_t tiles = round_up(m.rows, TILE) / TILE;
+        const int64_t tiles = round_up(m.rows, TILE) / TILE, units = (tiles + unit - 1) / unit;
         int64_t height = cached_rows(a), bands = 1;
         if (rows > height) bands = (rows + height - 1) / height;
         height = (rows + bands - 1) / bands;
-        const int64_t columns = columns_of(m, rows);
-        phase(int(bands * columns),
-              [&] {
-                  if (alone)
-                      for (int row = 0; row < rows; row++) put(row);
-              },
+        const int64_t columns = std::min(units, columns_of(m, rows));
+        phase(int(bands * columns), prepare,
               [&](int chunk) {
                   const int64_t column = chunk / bands, band = chunk % bands;
                   const int64_t low = band * height, high = std::min<int64_t>(rows, low + height);
-                  multiply(m, kernels, a, low, high, tiles * column / columns, tiles * (column + 1) / columns, epilogue,
-                           [&](int64_t n) {
-                               if (!ahead_.idle()) look_ahead(m.cols * n);
-                           });
+                  const int64_t first = units * column / columns * unit;
+                  const int64_t last = std::min(tiles, units * (column + 1) / columns * unit);
+                  multiply(m, kernels, a, low, high, first, last, epilogue, [&](int64_t n) {
+                      if (!ahead_.idle()) look_ahead(m.cols * n);
+                  });
+                  after(low, high, first, last);
               },
               [&] {
                   if (next) expect(*next, rows);
               });
     }
+
+    void feed_forward(const qd_layer& layer, const float* norm, const qd_matrix* next);
 
     void copy_blocks();
 
@@ -104,7 +119,7 @@ private:
     // From now on products ask for what this thread will read of K and V of the layer.
     void look_ahead_at(int index) {
         ahead_.stop();
-        if (plan_.tokens <= FEW_ROWS || plan_.tokens > MANY_ROWS || index == spec_.num_layers) return;
+        if (plan_.tokens <= IDLE_ROWS || plan_.tokens > MANY_ROWS || index == spec_.num_layers) return;
         const int64_t chunks = chunks_of(index).size(), threads = model_.threads().count();
         ahead_layer_ = index;
         ahead_.restart(chunks * thread_ / threads, chunks * (thread_ + 1) / threads);
@@ -120,6 +135,15 @@ private:
     const float* attended(int row, int window);
     void logits();
     void add_normed(const float* weight);
+
+    static void store_to(float* out, int64_t tile, const F* values) {
+        store(out + tile * TILE, values[0]), store(out + tile * TILE + LANES, values[1]);
+    }
+    void add_residual(int64_t row, int64_t tile, const F* values) {
+        if (spec_.sandwich_norms) return store_to(delta(row), tile, values);
+        float* out = x(row) + tile * TILE;
+        store(out, add(load(out), values[0])), store(out + LANES, add(load(out + LANES), values[1]));
+    }
 
     float* x(int64_t row) { return engine_.x.as<float>() + row * engine_.hidden_width; }
     float* delta(int64_t row) { return engine_.delta.as<float>() + row * engine_.hidden_width; }
@@ -185,14 +209,7 @@ void Step::embed() {
 void Step::layer(int index) {
     const qd_layer& layer = model_.layer(index);
     const int rows = plan_.tokens;
-    const auto store_to = [](float* out, int64_t tile, const F* values) {
-        store(out + tile * TILE, values[0]), store(out + tile * TILE + LANES, values[1]);
-    };
-    const auto into_residual = [&](int64_t row, int64_t tile, const F* values) {
-        if (spec_.sandwich_norms) return store_to(delta(row), tile, values);
-        float* out = x(row) + tile * TILE;
-        store(out, add(load(out), values[0])), store(out + LANES, add(load(out + LANES), values[1]));
-    };
+    const auto into_residual = [&](int64_t row, int64_t tile, const F* values) { add_residual(row, tile, values); };
     linear(layer.qkv, rows, [&](int row) { return normed(x(row), layer.input_norm); },
            [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); }, nullptr);
     store_keys(index, layer);
@@ -201,18 +218,39 @@ void Step::layer(int index) {
     linear(layer.o, rows, [&](int row) { return attended(row, layer.window); }, into_residual, &layer.gate_up);
     if (spec_.sandwich_norms) add_normed(layer.post_attention_norm);
     const float* norm = spec_.sandwich_norms ? layer.pre_feedforward_norm : layer.post_attention_norm;
-    linear(layer.gate_up, rows, [&](int row) { return normed(x(row), norm); },
-           [&](int64_t row, int64_t tile, const F* values) {
-               const F gate = spec_.activation == QD_SILU        ? silu(values[0])
-                              : spec_.activation == QD_GELU_TANH ? gelu_tanh(values[0])
-                                                                 : gelu(values[0]);
-               store(inner(row) + tile * LANES, mul(gate, values[1]));
-           },
-           &layer.down);
     const bool last = index + 1 == spec_.num_layers;
-    linear(layer.down, rows, [&](int row) { return inner(row); }, into_residual,
-           last ? &spec_.head : &model_.layer(index + 1).qkv);
+    feed_forward(layer, norm, last ? &spec_.head : &model_.layer(index + 1).qkv);
     if (spec_.sandwich_norms) add_normed(layer.post_feedforward_norm);
+}
+
+// A tile of gate_up makes LANES columns of down's input: whole groups of them are quantized at once
+// by the thread that has them in its cache.
+void Step::feed_forward(const qd_layer& layer, const float* norm, const qd_matrix* next) {
+    const int rows = plan_.tokens;
+    const auto source = [&](int row) { return normed(x(row), norm); };
+    const auto gated = [&](int64_t row, int64_t tile, const F* values) {
+        const F gate = spec_.activation == QD_SILU        ? silu(values[0])
+                       : spec_.activation == QD_GELU_TANH ? gelu_tanh(values[0])
+                                                          : gelu(values[0]);
+        store(inner(row) + tile * LANES, mul(gate, values[1]));
+    };
+    const auto into_residual = [&](int64_t row, int64_t tile, const F* values) { add_residual(row, tile, values); };
+    const qd_matrix& down = layer.down;
+    const bool by_groups = rows > ALONE_ROWS && form_of(down, spec_.act_mode) == Form::INT8 && !down.permutation &&
+                           down.group % LANES == 0 && down.cols / down.group >= columns_of(layer.gate_up, rows);
+    if (!by_groups) {
+        linear(layer.gate_up, rows, source, gated, &down);
+        return linear(down, rows, [&](int row) { return inner(row); }, into_residual, next);
+    }
+    const Activations in = lay_out(layer.gate_up, spec_.act_mode, rows, engine_.shared.data());
+    const Activations out = lay_out(down, spec_.act_mode, rows, engine_.shared_inner.data());
+    const auto quantize = [&](int64_t low, int64_t high, int64_t first, int64_t last) {
+        for (int64_t row = low; row < high; row++)
+            quantize_groups(inner(row), row, first * LANES / out.group, last * LANES / out.group, out);
+    };
+    each_row(rows, [&](int row) { put_row(source(row), row, layer.gate_up, in, work_.row(2)); });
+    product(layer.gate_up, in, rows, out.group / LANES, [] {}, gated, quantize, &down);
+    product(down, out, rows, 1, [] {}, into_residual, [](int64_t, int64_t, int64_t, int64_t) {}, next);
 }
 
 void Step::add_normed(const float* weight) {
@@ -230,34 +268,6 @@ void Step::store_keys(int index, const qd_layer& layer) {
         fill(index, layer, plan_.fills[plan_.early[chunk / heads]], chunk % heads);
     });
 }
-
-// Where a slice's blocks lie, for one layer and KV head.
-struct LayerBlocks final : BlockSource {
-    LayerBlocks(const Engine& e, const Plan& plan, int layer_index, int kv_head, int slice)
-        : engine(e), place(e.places[layer_index]), group(e.groups[place.group]), table(plan.groups[place.group]),
-          head(kv_head), base(plan.tables[slice]) {}
-
-    uint8_t* opened(int block) const {
-        const int id = table.open[base + block];
-        return id >= 0 ? group.open_block(place.layer, id, head) : engine.scratch_block(-2 - id, head);
-    }
-    // Null when the step has no place for it.
-    uint8_t* sealed(int block) const {
-        const int id = table.sealed[base + block];
-        return id >= 0 ? group.sealed_block(place.layer, id, head) : nullptr;
-    }
-    Block find(int block, int query_block) const override {
-        if (group.kv.reads_sealed(block, query_block)) return {sealed(block), true};
-        return {opened(block), false};
-    }
-
-    const Engine& engine;
-    const Engine::Place place;
-    const Group& group;
-    const Plan::Table& table;
-    const int head;
-    const int64_t base;
-};
 
 // Rotates and stores the tokens of one block and head; a block that is full now is sealed at once.
 void Step::fill(int index, const qd_layer& layer, const Plan::Fill& fill, int head) {

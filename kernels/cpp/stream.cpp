@@ -1,4 +1,5 @@
 // How fast all threads read memory: what bounds a step that reads as many bytes of weights.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
