@@ -42,7 +42,7 @@ void score_block(const KVLayout& kv, const Block& block, int keys, int rows, Att
         read_scales(kv, product.kind, block.data + kv.key_scales(), dim, s.scale, s.offset);
         fold_queries(kv, rows, s);
         if (kv.counts()) product.lda = s.width / 4, product.scale = s.q_scale, product.sums = s.q_sum;
-        product.panel = readable(kv, product.kind, block.data, size, dim, rows, s.key_panel);
+        product.panel = readable(kv, product.kind, block.data + kv.key_codes(), size, dim, rows, s.key_panel);
     } else {
         std::memset(s.starts, 0, rows * sizeof(float));
     }

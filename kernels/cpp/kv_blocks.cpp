@@ -164,7 +164,7 @@ void clear_value(const KVLayout& kv, uint8_t* values, int offset) {
 
 void seal_block(const KVLayout& kv, const uint8_t* open, uint8_t* sealed) {
     const int token_vectors = kv.block_size / LANES, channel_vectors = kv.head_dim / LANES;
-    seal_panel(kv, kv.key_kind(), open, kv.head_dim, token_vectors, token_vectors, sealed,
+    seal_panel(kv, kv.key_kind(), open, kv.head_dim, token_vectors, token_vectors, sealed + kv.key_codes(),
                (uint16_t*)(sealed + kv.key_scales()));
     seal_panel(kv, kv.value_kind(), open + kv.open_panel_bytes(), kv.block_size, channel_vectors,
                kv.value_group() / LANES, sealed + kv.value_codes(), (uint16_t*)(sealed + kv.value_scales()));

@@ -26,12 +26,14 @@ struct KVLayout {
     int64_t open_panel_bytes() const { return panel_bytes(open_kind(), elements()); }
     int64_t open_bytes() const { return 2 * open_panel_bytes(); }  // K panel, V panel
     int halves() const { return has_minimum() ? 2 : 1; }
-    // A sealed block: K codes; K scales [head_dim], minima [head_dim]; V codes; then for each group
-    // of channels V scales [block_size], minima [block_size].
-    int64_t key_scales() const { return panel_bytes(key_kind(), elements()); }
-    int64_t value_codes() const { return key_scales() + (int64_t)head_dim * 2 * halves(); }
-    int64_t value_scales() const { return value_codes() + panel_bytes(value_kind(), elements()); }
-    int64_t sealed_bytes() const { return value_scales() + (int64_t)block_size * value_groups() * 2 * halves(); }
+    // A sealed block, in the order of reading, so that memory sees one stream: K scales [head_dim],
+    // minima [head_dim]; K codes; for each group of channels V scales [block_size], minima
+    // [block_size]; V codes.
+    int64_t key_scales() const { return 0; }
+    int64_t key_codes() const { return (int64_t)head_dim * 2 * halves(); }
+    int64_t value_scales() const { return key_codes() + panel_bytes(key_kind(), elements()); }
+    int64_t value_codes() const { return value_scales() + (int64_t)block_size * value_groups() * 2 * halves(); }
+    int64_t sealed_bytes() const { return value_codes() + panel_bytes(value_kind(), elements()); }
 
     // DESIGN §5: does a query in `query_block` read `block` sealed?
     bool reads_sealed(int block, int query_block) const {
