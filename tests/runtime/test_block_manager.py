@@ -22,8 +22,7 @@ from qdeploy.runtime.block_pool import BlockPool
 from runtime.block_world import Block, BlockWorld, Sequence_
 
 SIZE = 8
-NAMES = st.sampled_from("abcd")
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=5 * SIZE)
+NAMES = "abcde"
 
 
 def group(index: int = 0, window: int = 0, dtype: str = "int4", **changes: int) -> KVGroup:
@@ -56,8 +55,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @initialize(
         groups=GROUPS,
-        num_open=st.integers(2, 16),
-        num_sealed=st.integers(2, 12),
+        num_open=st.integers(3, 24),
+        num_sealed=st.integers(3, 20),
         caching=st.sampled_from([True, True, True, False]),
     )
     def create(
@@ -70,13 +69,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.swapped: dict[str, tuple[Sequence_, SwappedTable, list[list[Block]]]] = {}
         self.swapped_in = self.took_away = False
 
-    def seen(self, name: str) -> bool:
-        return name in self.sequences or name in self.swapped
+    def new_name(self) -> str | None:
+        return next((n for n in NAMES if n not in self.sequences and n not in self.swapped), None)
 
-    @rule(name=NAMES, tokens=TOKENS, salt=st.sampled_from(["", "", "x"]), read=st.booleans())
-    def start(self, name: str, tokens: list[int], salt: str, read: bool) -> None:
-        if self.seen(name):
+    @rule(
+        kind=st.integers(0, 1),
+        shared=st.integers(1, 5 * SIZE),
+        own=st.lists(st.integers(0, 1), max_size=SIZE),
+        salt=st.sampled_from(["", "", "", "x"]),
+        read=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, kind: int, shared: int, own: list[int], salt: str, read: bool) -> None:
+        name = self.new_name()
+        if name is None:
             return
+        tokens = [kind] * shared + own
         seq = Sequence_(name, tokens, salt)
         if read:
             hit = self.blocks.match(tokens, salt)
@@ -86,29 +93,34 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq.computed = hit.num_tokens
         self.sequences[name] = seq
 
-    @rule(name=NAMES, count=st.integers(1, 3 * SIZE), drafts=st.lists(st.integers(0, 1)))
-    def allocate(self, name: str, count: int, drafts: list[int]) -> None:
-        seq = self.sequences.get(name)
-        if seq is None or seq in self.pending:
-            return
+    @rule(
+        data=st.data(),
+        all_=st.booleans(),
+        count=st.integers(1, 3 * SIZE),
+        drafts=st.lists(st.integers(0, 1), max_size=2 * SIZE),
+    )
+    def allocate(self, data: st.DataObject, all_: bool, count: int, drafts: list[int]) -> None:
+        idle = [s for s in self.sequences.values() if s not in self.pending]
+        if idle and not all_:
+            idle = [data.draw(st.sampled_from(idle))]
+        for seq in idle:
+            self.allocate_one(seq, count, drafts)
+
+    def allocate_one(self, seq: Sequence_, count: int, drafts: list[int]) -> None:
         if seq.computed == len(seq.tokens):
             seq.tokens.append(count % 2)
         end = min(seq.computed + count, len(seq.tokens))
         decoding = end == len(seq.tokens) == seq.computed + 1
         seq.certain, seq.drafts = end, drafts if decoding else []
-        seq.end = end + len(seq.drafts)
-        before = self.snapshot(name)
-        granted = self.blocks.allocate(name, seq.certain)
-        granted = granted and self.blocks.allocate(name, seq.end, certain_end=seq.certain)
-        if granted:
-            self.pending.append(seq)
-        elif not seq.drafts:
-            assert self.snapshot(name) == before, "a refusal has taken something"
+        before = self.snapshot(seq.name)
+        if not self.blocks.allocate(seq.name, seq.certain):
+            assert self.snapshot(seq.name) == before, "a refusal has taken something"
             assert self.lacks(before), "refused although there are enough blocks"
-        else:
-            self.blocks.free(name)
-            del self.sequences[name]
-            self.took_away = True
+            return
+        seq.end = end + len(seq.drafts)
+        if not self.blocks.allocate(seq.name, seq.end, certain_end=seq.certain):
+            seq.end, seq.drafts = end, []
+        self.pending.append(seq)
 
     def snapshot(self, name: str) -> tuple[object, list[int]]:
         table = self.blocks.tables.get(name)
@@ -117,8 +129,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def lacks(self, before: tuple[object, list[int]]) -> bool:
         """Nothing more than a step's blocks and one copy each can be asked for."""
-        return any(n < 3 + 2 for n in before[1])
+        return any(n < 4 + 1 for n in before[1])
 
+    @precondition(lambda self: self.pending)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """All pending slices run as one batch, each keeping some of its drafts."""
@@ -133,46 +146,54 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.pending.clear()
         self.swapped_in = self.took_away = False
 
-    @rule(parent=NAMES, child=NAMES)
-    def fork(self, parent: str, child: str) -> None:
-        seq = self.sequences.get(parent)
-        if seq is None or seq in self.pending or not seq.computed or self.seen(child):
-            return
-        self.blocks.fork(parent, child)
-        self.sequences[child] = Sequence_(child, list(seq.tokens), seq.salt, seq.computed)
+    @precondition(lambda self: self.at_rest())
+    @rule(data=st.data(), again=st.booleans())
+    def fork(self, data: st.DataObject, again: bool) -> None:
+        parent = data.draw(st.sampled_from(self.at_rest()))
+        for _ in range(1 + again):
+            child = self.new_name()
+            if child is not None:
+                self.blocks.fork(parent.name, child)
+                tokens = list(parent.tokens)
+                self.sequences[child] = Sequence_(child, tokens, parent.salt, parent.computed)
 
-    @rule(name=NAMES)
-    def free(self, name: str) -> None:
+    def at_rest(self) -> list[Sequence_]:
+        return [s for s in self.sequences.values() if s.computed and s not in self.pending]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.sequences)))
         self.blocks.free(name)
-        self.took_away |= self.drop(name) is not None
-        self.swapped.pop(name, None)
+        self.took_away = True
+        self.drop(name)
 
-    def drop(self, name: str) -> Sequence_ | None:
-        seq = self.sequences.pop(name, None)
+    def drop(self, name: str) -> Sequence_:
+        seq = self.sequences.pop(name)
         self.pending = [s for s in self.pending if s is not seq]
         return seq
 
     # The engine reads what goes to the host first, then writes what comes back; and the scheduler
     # admits nothing in a step that preempts.
 
-    @precondition(lambda self: not self.swapped_in)
-    @rule(name=NAMES)
-    def swap_out(self, name: str) -> None:
-        if name not in self.blocks.tables or not self.sequences[name].computed:
-            return
+    def preemptible(self) -> list[str]:
+        return [name for name, seq in self.sequences.items() if seq.computed]
+
+    @precondition(lambda self: not self.swapped_in and self.preemptible())
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.preemptible()))
         table, ids = self.blocks.swap_out(name)
         self.took_away = True
         seq = self.drop(name)
-        assert seq is not None
         seq.drafts = []
         assert table.num_tokens == seq.computed
         self.swapped[name] = seq, table, self.world.read(ids)
 
-    @precondition(lambda self: not self.took_away)
-    @rule(name=NAMES)
-    def swap_in(self, name: str) -> None:
-        if name not in self.swapped:
-            return
+    @precondition(lambda self: not self.took_away and self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.swapped)))
         seq, table, saved = self.swapped[name]
         before = self.snapshot(name)
         restored = self.blocks.swap_in(name, table, seq.tokens, seq.salt)
@@ -184,16 +205,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.sequences[name] = seq
         self.swapped_in = True
 
+    @rule()
+    def idle(self) -> None:
+        """A step without them: what was taken away is forgotten."""
+        if not self.pending:
+            self.swapped_in = self.took_away = False
+
     @invariant()
     def tables_and_cache_are_right(self) -> None:
         if not hasattr(self, "blocks"):
             return
         self.blocks.check_integrity()
-        at_rest = {n: s for n, s in self.sequences.items() if s.computed and s not in self.pending}
-        assert set(at_rest) <= set(self.blocks.tables) <= set(self.sequences)
-        for name, seq in at_rest.items():
-            if not self.blocks.tables[name].copies:
-                self.world.check_table(seq)
+        assert set(self.preemptible()) <= set(self.blocks.tables) <= set(self.sequences)
+        for seq in self.at_rest():
+            self.world.check_table(seq)
             self.check_held(seq)
         for salt in ("", "x"):
             node = self.blocks.cache._top.children.get(salt)
@@ -235,7 +260,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=50, deadline=None
 )
 TestBlockManagerMachine = BlockManagerMachine.TestCase
 
@@ -275,7 +300,9 @@ def test_a_full_hit_leaves_the_last_token() -> None:
     assert grow(blocks, "a", tokens) == 0
     assert grow(blocks, "b", tokens) == 3 * SIZE
     assert grow(blocks, "c", [*tokens, 1]) == 4 * SIZE
-    assert grow(blocks, "d", tokens, "salt") == 0
+    assert grow(blocks, "d", [7, *tokens], "salt") == 0
+    assert grow(blocks, "e", [7, *tokens], "salt") == 4 * SIZE
+    assert grow(blocks, "f", [7, *tokens]) == 0
     a, b = (blocks.tables[name].ids()[1][0] for name in "ab")
     assert a == b, "equal blocks are held once"
 
@@ -320,6 +347,10 @@ def test_eviction_takes_the_deepest_block_of_the_oldest_prefix() -> None:
     assert blocks.match([*two, 1]).num_tokens == 3 * SIZE
     assert blocks.pools[1].num_cached == 5
     assert blocks.pools[1].num_live == 1
+    blocks = manager([group()])
+    grow(blocks, "a", [1] * (3 * SIZE + 2))
+    blocks.free("a")
+    assert [pool.num_cached for pool in blocks.pools] == [1, 2], "the sink, and what is sealed"
 
 
 def test_r07_forks_copy_the_partial_tail_and_counts_return_to_zero() -> None:
@@ -340,6 +371,22 @@ def test_r07_forks_copy_the_partial_tail_and_counts_return_to_zero() -> None:
         blocks.free(name)
     assert blocks.pools[0].num_live == 0
     blocks.check_integrity()
+
+
+def test_a_fork_swapped_out_before_its_copy_is_read_where_it_comes_from() -> None:
+    blocks = manager([group(dtype="bf16")])
+    tokens = list(range(SIZE + 3))
+    grow(blocks, "a", tokens)
+    blocks.fork("a", "b")
+    assert blocks.allocate("b", SIZE + 4)
+    (copy,) = blocks.take_copies(["b"])
+    table, (ids,) = blocks.swap_out("b")
+    assert ids.open == (0, copy.source)
+    assert table.num_tokens == SIZE + 3
+    restored = blocks.swap_in("b", table, tokens, "")
+    assert restored is not None
+    assert restored.rows[0] == (1,), "the full block is shared again"
+    assert blocks.take_copies(["b"]) == []
 
 
 def test_a_rejected_draft_gives_its_blocks_back() -> None:

@@ -168,11 +168,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def one_step(self, accept: Callable[[int], int], fails: int = -1) -> None:
         first = self.scheduler.running[0] if self.scheduler.running else None
         urgent = first if first is not None and first.is_decoding else None
+        waited = set(self.scheduler.waiting)
         step = self.scheduler.schedule()
         assert bool(step.num_scheduled_tokens) == bool(self.alive), "a step without progress"
         assert step.num_tokens == sum(step.num_scheduled_tokens.values())
         assert urgent is None or urgent in step.num_scheduled_tokens
-        assert not (step.preempted and step.swap_ins), "blocks moved twice"
+        assert not (step.preempted and waited & set(step.num_scheduled_tokens)), "admitted"
         if fails == 0:
             for request in [*step.swap_outs, *step.swap_ins]:
                 self.scheduler.restart(step, request)
@@ -219,6 +220,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
             assert len(held) == len(set(held))
             assert set(held) == self.alive
+            for table in self.scheduler.blocks.tables.values():
+                if table.num_tokens % 8:
+                    assert all(ids[table.num_tokens // 8] >= 0 for ids in table.columns[::2])
 
     def teardown(self) -> None:
         """Whatever happened before, everything left finishes and every block comes back."""
@@ -234,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None
+    max_examples=150, stateful_step_count=30, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
