@@ -307,6 +307,24 @@ def test_a_full_hit_leaves_the_last_token() -> None:
     assert a == b, "equal blocks are held once"
 
 
+class Colliding(int):
+    """A token id whose hash says nothing."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_r06_equal_hashes_are_not_equal_prompts() -> None:
+    blocks = manager([group()])
+    one, two = ([Colliding(t + k) for t in range(2 * SIZE)] for k in (0, 100))
+    assert len({hash(tuple(tokens[:SIZE])) for tokens in (one, two)}) == 1
+    grow(blocks, "a", one)
+    assert grow(blocks, "b", [*two, Colliding(1)]) == 0
+    assert grow(blocks, "c", [*one[:SIZE], *two[:SIZE], Colliding(1)]) == SIZE
+    assert grow(blocks, "d", [*one, Colliding(1)]) == 2 * SIZE
+    assert blocks.tables["d"].ids()[1][0][:2] == blocks.tables["a"].ids()[1][0]
+
+
 def test_the_partial_last_block_is_never_found() -> None:
     blocks = manager([group()])
     tokens = list(range(2 * SIZE + 3))
