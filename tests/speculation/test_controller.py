@@ -119,7 +119,7 @@ def test_a_stall_is_forgotten() -> None:
         cost.note(4, seconds)
     assert cost(4) < 1.2
     cost = StepCost()
-    for seconds in [100.0] + [1.0] * 30:
+    for seconds in [100.0] + [1.0] * 45:
         cost.note(4, seconds)
     assert cost(4) < 1.2
 

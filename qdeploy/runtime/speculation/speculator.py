@@ -38,7 +38,7 @@ class _State:
     """What is known of one request; draft: its last one, also what of it wasn't verified."""
 
     acceptance: list[Acceptance] = field(default_factory=_by_kind)
-    draft: Draft = field(default_factory=Draft)
+    draft: Draft | None = None
 
 
 class Speculator:
@@ -84,16 +84,13 @@ class Speculator:
         """
         if self.drafter is None:
             return
-        state = self._state(request)
-        draft, state.draft = state.draft, Draft()
         if num_drafts:
             self._count(num_drafts, num_accepted)
-        # What wasn't verified still tells something: the next token is there to compare it with.
-        new = request.token_ids[request.num_tokens - num_accepted - 1 :]
-        kinds = draft.kinds or [0] * len(new)
-        for token, guess, kind in zip(new, draft.token_ids, kinds, strict=False):
-            state.acceptance[kind].update(token == guess)
-            self._shared[kind].update(token == guess)
+        state = self._states.get(request.sequence_id)
+        if state is not None and state.draft is not None:
+            # What wasn't verified still tells something: the next token is there to compare.
+            self._learn(state, state.draft, request.token_ids[-1 - num_accepted :])
+            state.draft = None
         self.drafter.observe(request, num_accepted)
 
     def note_step(self, num_tokens: int, seconds: float, *, decoding_only: bool) -> None:
@@ -150,8 +147,9 @@ class Speculator:
                 counts = self._probe(drafter, requests, limits)
             found = self._ask(drafter, requests, counts)
         for request, draft in zip(requests, found, strict=True):
-            self._check(draft)
-            self._state(request).draft = draft
+            if draft.token_ids:
+                self._check(draft)
+                self._state(request).draft = draft
         return [draft.token_ids[:count] for draft, count in zip(found, counts, strict=True)]
 
     def _check(self, draft: Draft) -> None:
@@ -200,6 +198,13 @@ class Speculator:
             self._probed += cost
             counts[cheapest] = tokens
         return counts
+
+    def _learn(self, state: _State, draft: Draft, new: Sequence[int]) -> None:
+        """Compare a draft with the tokens that came, up to the first that differs."""
+        kinds = draft.kinds or [0] * len(new)
+        for token, guess, kind in zip(new, draft.token_ids, kinds, strict=False):
+            state.acceptance[kind].update(token == guess)
+            self._shared[kind].update(token == guess)
 
     def _count(self, num_drafts: int, num_accepted: int) -> None:
         self._num_drafts += 1

@@ -7,7 +7,7 @@ _TRUSTED = 3  # visits before a measurement counts
 _DOWN, _UP = 0.3, 0.1  # a fast step says more than a slow one, which a neighbour may have caused
 _CLIP = 2.0
 _HOPEFUL_SLOPE = 0.05  # of the smallest step, for each further token, until it is measured
-_FRESH_NOTES = 8  # predictions are made anew after so many measurements
+_FRESH_NOTES = 16  # predictions are made anew after so many measurements
 
 
 class StepCost:
