@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from qdeploy.runtime.speculation.draft_model import ModelDrafter
     from qdeploy.runtime.tokenizer import Tokenizer
 
+log = logging.getLogger("qdeploy")
+
 
 def load_drafter(
     config: EngineConfig,
@@ -37,6 +40,8 @@ def load_drafter(
     can't serve this model.
     """
     speculative = config.speculative
+    if speculative.enabled:
+        log.info("speculation by %s, at most %d drafts", speculative.method, speculative.max_drafts)
     if speculative.method == "ngram":
         return NgramDrafter(speculative.ngram_min, speculative.ngram_max)
     if speculative.method == "draft_model":
