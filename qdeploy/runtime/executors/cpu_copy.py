@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress
 from qdeploy.quantization.embeddings import quantize_table
-from qdeploy.quantization.scheme import TABLE_GROUP_SIZES, QuantizedLinear, QuantScheme
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 from qdeploy.runtime.executors.cpu import CpuExecutor, CpuModel
 from qdeploy.runtime.executors.cpu_model import MATRICES, ModelData
 from qdeploy.runtime.executors.tile_arena import Arena, ArenaWriter, Tiles
@@ -20,6 +20,9 @@ from qdeploy_kernels.cpu.fusion import pack_matrix
 from qdeploy_kernels.cpu.tiles import TileMatrix
 
 BITS = 4
+#: Smaller than usual: on SmolLM2, greedy, 0.74 of the drafts are right with groups of 32, and 0.63
+#: with groups of 64, whose tiles are a twentieth smaller.
+_GROUP_SIZES = (32, 16, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +103,4 @@ def _low_bit(weight: Stored) -> Stored:
 
 def _group_size(cols: int) -> int:
     """The largest group that divides a row; 0 for none."""
-    return next((size for size in TABLE_GROUP_SIZES if cols % size == 0), 0)
+    return next((size for size in _GROUP_SIZES if cols % size == 0), 0)
