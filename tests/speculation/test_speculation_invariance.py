@@ -32,7 +32,7 @@ from speculation.stress import (
 )
 
 __all__ = ["every_draft"]
-SECONDS = 20
+SECONDS = 12
 MAX_MODEL_LEN = 72
 VOCAB = 256
 METHODS = ("stress", "ngram", "twin", "cheap KV")
