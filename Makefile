@@ -86,6 +86,7 @@ kernels-arm:
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/runtime.py
 
 demo: $(READY)
 	$(BIN)/python scripts/demo.py

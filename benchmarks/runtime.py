@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shlex
@@ -29,6 +30,7 @@ from runtime_latency import prefix, stall
 from runtime_preemption import preemption
 from runtime_session import Setup, load_setup
 from runtime_sizes import FULL, QUICK, TARGETS
+from runtime_speculation import drafters, lookup
 
 from qdeploy.formats.sources import cache_folder
 
@@ -43,6 +45,8 @@ MEASURES: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "prefix": prefix,
     "stall": stall,
     "preemption": preemption,
+    "lookup": lookup,
+    "drafters": drafters,
 }
 
 
@@ -54,8 +58,10 @@ def main() -> None:
         raise SystemExit(f"--only {options.only} matches none of {', '.join(MEASURES)}")
     setup = make_setup(options)
     check_model(setup)
-    command = shlex.join(["python", "benchmarks/runtime.py", *sys.argv[1:]])
-    facts = {"command": command, "machine": platform.processor() or platform.machine()}
+    facts = {
+        "command": shown_command(options),
+        "machine": platform.processor() or platform.machine(),
+    }
     rows: list[Row] = []
     for name, measure in chosen.items():
         begin = time.monotonic()
@@ -64,6 +70,14 @@ def main() -> None:
         if options.json is not None:  # after each measure: a full run takes minutes
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print("\n".join(["", *verdicts(rows, TARGETS)]))
+
+
+def shown_command(options: argparse.Namespace) -> str:
+    """The command without the paths of this machine: rows are published."""
+    names = {"json": "FILE.json", "openvino": "OPENVINO_PYTHON", "work": "FOLDER"}
+    private = {str(vars(options)[option]): name for option, name in names.items()}
+    words = [private.get(word, word) for word in sys.argv[1:]]
+    return shlex.join(["python", "benchmarks/runtime.py", *words])
 
 
 def parse_options() -> argparse.Namespace:
@@ -77,6 +91,11 @@ def parse_options() -> argparse.Namespace:
     add("--backend", default="cpu")
     add("--model", default=MODEL)
     add("--quick", action="store_true", help="tiny sizes: does it run at all?")
+    add(
+        "--openvino",
+        default=os.environ.get("QDEPLOY_BENCH_OPENVINO"),
+        help="a Python that has openvino-genai, optimum-intel and nncf, or $QDEPLOY_BENCH_OPENVINO",
+    )
     add("--work", type=Path, default=None, help="folder of the models it makes; kept")
     return parser.parse_args()
 
@@ -84,13 +103,21 @@ def parse_options() -> argparse.Namespace:
 def make_setup(options: argparse.Namespace) -> Setup:
     """The model as the measures run it, made if it isn't there."""
     models = Models(work=options.work or cache_folder() / "benchmarks")
+    checkpoint, openvino = models.checkpoint(options.model), None
+    if options.openvino is not None:
+        exported = models.openvino_ir(checkpoint, options.openvino)
+        if exported is None:
+            raise SystemExit("--openvino needs optimum-intel and nncf beside openvino-genai")
+        openvino = options.openvino, exported
     return load_setup(
         TITLE,
-        models.artifact(models.checkpoint(options.model), 8),
+        models.artifact(checkpoint, 8),
         QUICK if options.quick else FULL,
         backend=options.backend,
         threads=options.threads,
         repeats=options.repeats,
+        draft=models.artifact(checkpoint, 4),
+        openvino=openvino,
     )
 
 

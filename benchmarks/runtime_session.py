@@ -15,11 +15,13 @@ from torch import Tensor
 
 from qdeploy.evaluation.text import default_text
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.progress import Silent
 from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.runtime.speculation.loading import load_drafter
 from qdeploy.runtime.tokenizer import Tokenizer
 
 
@@ -97,28 +99,36 @@ class NoModel:
 class Setup:
     """A model, loaded once, and how much to run of it. title: what rows call the model.
 
-    openvino: a Python that has OpenVINO GenAI, and the model exported for it, if both are there.
+    draft: a draft model. openvino: a Python that has OpenVINO GenAI, and the model exported for it.
     """
 
     title: str
     folder: Path
     tokenizer: Tokenizer
     executor: Executor
+    threads: int
     sizes: Sizes
     repeats: int
     text: tuple[int, ...]
-    openvino: tuple[str, Path] | None = None
+    draft: Path
+    openvino: tuple[str, Path] | None
 
-    def session(
-        self, kv: str = "int8", *, block_size: int = 64, stand_in: bool = False, **config: Any
-    ) -> Session:
+    def session(self, kv: str = "int8", *, stand_in: bool = False, **config: Any) -> Session:
         """A session on an engine of its own, the weights being shared, or left out."""
-        policy = KVCacheConfig(dtype=kv, block_size=block_size)
+        policy = KVCacheConfig(dtype=kv)
         eos, wanted = self.tokenizer.eos_token_ids, EngineConfig(kv=policy, **config)
         executor = self.executor.with_kv(policy)
+        drafter = load_drafter(
+            wanted,
+            executor,
+            folder=self.folder,
+            tokenizer=self.tokenizer,
+            threads=self.threads,
+            progress=Silent(),
+        )
         if stand_in:
             executor = cast(Executor, NoModel(executor))
-        return Session(Engine(executor, wanted, eos, tokenizer=self.tokenizer))
+        return Session(Engine(executor, wanted, eos, tokenizer=self.tokenizer, drafter=drafter))
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
         """Different passages of the shipped text, so many tokens of each; a seed chooses which."""
@@ -139,6 +149,7 @@ def load_setup(
     backend: str,
     threads: int,
     repeats: int,
+    draft: Path,
     openvino: tuple[str, Path] | None = None,
 ) -> Setup:
     """Load an artifact, and run it once so that no measure pays for the first time."""
@@ -151,9 +162,11 @@ def load_setup(
         folder=folder,
         tokenizer=tokenizer,
         executor=executor,
+        threads=threads,
         sizes=sizes,
         repeats=repeats,
         text=text,
+        draft=draft,
         openvino=openvino,
     )
     session = setup.session()

@@ -17,7 +17,8 @@ class Sizes:
     concurrency measure. held: lengths of the sequences that are held in the memory of
     `held_bf16` bf16 ones, and `held_run`: of how many in the run that checks it. long_prompt:
     arrives while others decode; max_tokens: the budget of a step. system: the shared prompt.
-    preempted: prompts of preempted sequences, multiples of 64.
+    preempted: prompts of preempted sequences, multiples of 64. answer: most new
+    tokens of a speculated answer.
     """
 
     requests: int = 48
@@ -34,10 +35,11 @@ class Sizes:
     max_tokens: int = 512
     system: int = 1000
     preempted: tuple[int, ...] = (512, 2048)
+    answer: int = 256
 
 
 FULL = Sizes()
-#: A tiny model of 512 positions runs these in a moment.
+#: A tiny model runs these in a moment.
 QUICK = Sizes(
     requests=6,
     batch=3,
@@ -53,6 +55,7 @@ QUICK = Sizes(
     max_tokens=64,
     system=130,
     preempted=(128, 192),
+    answer=16,
 )
 
 TARGETS = (
@@ -67,4 +70,7 @@ TARGETS = (
     Target(pattern=r"\| sequences of 4,096 tokens held \| .*int4", limit=3.2),
     Target(pattern=r"\| first token after a shared prompt", limit=0.2, at_most=True),
     Target(pattern=r"\| longest gap of 4 streams \|", limit=2.0, at_most=True),
+    Target(pattern=r"\| prompt lookup, copy-heavy", limit=1.8),
+    Target(pattern=r"\| prompt lookup, open answers", limit=0.95),
+    Target(pattern=r"\| prompt lookup beside OpenVINO", limit=2.5),
 )

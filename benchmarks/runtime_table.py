@@ -52,8 +52,15 @@ def runtime_table(rows: Sequence[Row]) -> list[str]:
             figure += f": {engine}"
         ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
         against = row["against"] or "–"
-        lines.append([figure, f"{row['value']:,.4g} {row['unit']}", ratio, against, _goal(row)])
+        lines.append([figure, _value(row), ratio, against, _goal(row)])
     return markdown(["figure (KV int8 unless named)", "value", "ratio", "to", "goal"], lines)
+
+
+def _value(row: Row) -> str:
+    value, unit = row["value"], row["unit"]
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _goal(row: Row) -> str:

@@ -91,7 +91,12 @@ class DriverProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def open(self, load: Load) -> None:
-        """Start the process, wait until the model is loaded, and run the load once."""
+        """Start, and run the load once."""
+        self.start()
+        self.run(load, WARM_UP_SEED)
+
+    def start(self) -> None:
+        """Start the process and wait until the model is loaded."""
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             self._command,
@@ -102,17 +107,20 @@ class DriverProcess:
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
         )
         self._answer()
-        self.run(load, WARM_UP_SEED)
 
     def run(self, load: Load, seed: int) -> Timing:
         """Send a load, wait for its timing."""
-        if self._process is None or self._process.stdin is None:
-            raise DriverFailure(f"{self.name}: open it before running a load")
-        self._process.stdin.write(json.dumps(asdict(load) | {"seed": seed}) + "\n")
-        self._process.stdin.flush()
-        told = self._answer()
+        told = self.tell(asdict(load) | {"seed": seed})
         times = {key: told.pop(key) for key in ("first_s", "total_s", "late_tokens")}
         return Timing(load=load, extras=told, **times)
+
+    def tell(self, load: dict[str, Any]) -> dict[str, Any]:
+        """Send what a driver takes as a load, wait for its answer."""
+        if self._process is None or self._process.stdin is None:
+            raise DriverFailure(f"{self.name}: open it before running a load")
+        self._process.stdin.write(json.dumps(load) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
     def close(self) -> None:
         """End the process."""
@@ -182,6 +190,12 @@ def openvino(name: str, python: str, model: Path, *, threads: int, kv: str) -> D
     """OpenVINO GenAI in its own Python; `kv` is its KV_CACHE_PRECISION."""
     options = {"model": str(model), "threads": threads, "kv": kv}
     return DriverProcess(name, python, "openvino_driver.py", options)
+
+
+def openvino_lookup(python: str, model: Path, *, threads: int) -> DriverProcess:
+    """OpenVINO GenAI with prompt lookup; `tell` it what its driver says."""
+    options = {"model": str(model), "threads": threads, "kv": "u8"}
+    return DriverProcess("OpenVINO prompt lookup", python, "openvino_lookup_driver.py", options)
 
 
 def vllm(name: str, python: str, model: Path, load: Load, *, threads: int) -> DriverProcess:

@@ -30,7 +30,28 @@ FIGURES = {
     "longest gap of 4 streams",
     "longest gap of 4 streams, prompts whole",
     *(f"preempting {n} tokens, {way}" for n in (128, 192) for way in ("recompute", "swap", "auto")),
+    "prompt lookup, copy-heavy answers",
+    "prompt lookup, open answers",
+    "prompt lookup, open answers, temperature 0.8",
+    "prompt lookup beside OpenVINO GenAI's",
+    "draft model, all answers",
+    "self, all answers",
 }
+#: Stands in for a Python with openvino-genai and its exporter: a token a second.
+OPENVINO = """
+import json, os, sys
+if sys.argv[1] == "-c":
+    if "export" in sys.argv:
+        os.mkdir(sys.argv[-1])
+    sys.exit()
+assert sys.argv[1].endswith("openvino_lookup_driver.py")
+assert set(json.loads(sys.argv[2])) == {"model", "threads", "kv"}
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    load = json.loads(line)
+    assert set(load) == {"prompt", "output", "drafts", "ngram"}
+    print(json.dumps({"times_s": list(range(load["output"]))}), flush=True)
+"""
 
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -42,14 +63,19 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    sizes["max_position_embeddings"] = 2048  # a byte is a token: questions have up to 800
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("model"), **sizes)
 
 
 @pytest.fixture(scope="module")
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmark")
-    words = ["--quick", "--repeats", "2", "--threads", "1"]
+    words = ["--quick", "--repeats", "1", "--threads", "1"]
     words += ["--model", str(model), "--work", str(folder / "work")]
+    python = folder / "python"
+    python.write_text(f"#!{sys.executable}\n{OPENVINO}")
+    python.chmod(0o755)
+    words += ["--openvino", str(python)]
     done = run("runtime.py", *words, "--json", str(folder / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "out.json"
@@ -64,6 +90,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 def test_every_measure_yields_its_rows(rows: list[dict[str, Any]]) -> None:
     assert all(set(row) == KEYS for row in rows)
     assert {row["name"].split(" | ")[1] for row in rows} == FIGURES
+    assert "--openvino OPENVINO_PYTHON --json FILE.json" in rows[0]["command"]
 
 
 def test_every_target_is_about_a_row_that_has_a_ratio(
@@ -76,6 +103,13 @@ def test_every_target_is_about_a_row_that_has_a_ratio(
         for small, large in zip(quick, full, strict=True):
             pattern = pattern.replace(f"{large:,} tokens", f"{small:,} tokens")
         assert any(re.search(pattern, name) for name in names), target.pattern
+
+
+def test_openvino_is_what_our_prompt_lookup_is_compared_with(rows: list[dict[str, Any]]) -> None:
+    by_figure = {row["name"].split(" | ")[1]: row for row in rows}
+    ours = by_figure["prompt lookup, copy-heavy answers"]
+    beside = by_figure["prompt lookup beside OpenVINO GenAI's"]
+    assert beside["ratio"] == beside["value"] / 1 == ours["value"]
 
 
 def test_bits_are_those_of_the_layout(rows: list[dict[str, Any]]) -> None:
@@ -93,6 +127,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     import runtime_check
     import runtime_session
     import runtime_sizes
+    import runtime_table
 
     return SimpleNamespace(
         batching=runtime_batching,
@@ -100,13 +135,16 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         check=runtime_check,
         session=runtime_session,
         sizes=runtime_sizes,
+        table=runtime_table,
     )
 
 
 @pytest.fixture
 def setup(modules: SimpleNamespace, model: Path) -> Any:
     sizes = modules.sizes.QUICK
-    return modules.session.load_setup("tiny", model, sizes, backend="cpu", threads=1, repeats=1)
+    return modules.session.load_setup(
+        "tiny", model, sizes, backend="cpu", threads=1, repeats=1, draft=model
+    )
 
 
 def test_x16_a_model_that_computes_nothing_gets_no_figures(
@@ -173,6 +211,14 @@ def test_a_shared_block_counts_once_and_a_second_copy_is_waste(modules: SimpleNa
     slots.note(engine)
     assert (slots.held, slots.filled) == (5 * 8, 8 + 8 + 4 + 1)
     assert (slots.sequences, slots.tokens) == (2, 29)
+
+
+def test_the_page_shows_the_results_beside_it(modules: SimpleNamespace) -> None:
+    """After a run: python benchmarks/runtime_table.py RESULTS docs/runtime-figures.md"""
+    results = json.loads((BENCHMARKS / "results" / "runtime.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS.parent / "docs" / "runtime-figures.md").read_text(encoding="utf-8")
+    assert modules.table.with_table(page, modules.table.runtime_table(results)) == page
+    assert all(set(row) == KEYS for row in results)
 
 
 def test_the_page_takes_the_table_between_its_marks(
