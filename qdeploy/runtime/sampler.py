@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdeploy.runtime.filters import REACHES, Ids, Row, filter_tokens, floor, scale
+from qdeploy.runtime.contenders import contenders
+from qdeploy.runtime.filters import Row, filter_tokens, scale
 from qdeploy.runtime.logprobs import token_logprob
-from qdeploy.runtime.noise import gumbel, may_exceed, noise_key, token_noise
+from qdeploy.runtime.noise import gumbel, noise_key
 from qdeploy.runtime.outputs import TokenLogprob
 from qdeploy.runtime.processors import NEVER, make_processors
 from qdeploy.runtime.request import Request
@@ -85,14 +86,8 @@ def draw(scores: Row, best: int, request: Request) -> int:
     if params.min_p > 0 or 0 < params.top_k < scores.size or params.top_p < 1:
         ids, scaled = filter_tokens(scores, scores[best], params)
     else:
-        ids = _contenders(scores, best, key, params.temperature)
+        ids = contenders(scores, best, key, params.temperature)
+        if len(ids) == 1:
+            return int(ids[0])
         scaled = scale(scores[ids], scores[best], params.temperature)
     return int(ids[np.argmax(scaled + gumbel(key, ids))])
-
-
-def _contenders(scores: Row, best: int, key: int, temperature: float) -> Ids:
-    """Ids of all tokens that could win the noisy argmax, and few others."""
-    reach = REACHES[0]
-    lucky = may_exceed(key, scores.size, token_noise(key, best) + reach)
-    lucky |= scores >= floor(scores[best], reach * temperature)
-    return np.flatnonzero(lucky)

@@ -2,7 +2,8 @@
 // Checks: a sequence gives the same bits whole and alone, and in chunks in any batch with any
 // number of threads, with drafts that are dropped again (some of them not numbers), blocks that are
 // copied, moved to the host and back, and released behind a window; logits are finite; a matrix
-// agrees with float64; malformed input is refused and changes nothing. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
+// agrees with float64; malformed input is refused and changes nothing; a row of scores gives a
+// token. Ends with 0, or with 1 and the seed that failed; 3: not for this CPU.
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -326,6 +327,25 @@ static void check_linear(Case& c) {
     qd_model_destroy(handle);
 }
 
+static void sample_row(Random& random) {
+    Arena arena;
+    const int64_t count = random.between(1, 2000);
+    float* scores = arena.floats(count, random, 0, random.pick<float>({0, 1, 30}));
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++) {
+        if (random.chance(10)) scores[i] = -INFINITY;
+        if (scores[i] > scores[best]) best = i;
+    }
+    int32_t* ids = arena.array<int32_t>(count);
+    const double temperature = random.pick<double>({1e-4, 1, 1e9});
+    const int64_t size = qd_contenders(scores, count, best, temperature, random.bits(), ids);
+    check(1 <= size && size <= count, "some token can be drawn");
+    for (int64_t i = 0; i < size; i++) {
+        check(i == 0 || ids[i - 1] < ids[i], "contenders rise");
+        check(0 <= ids[i] && ids[i] < count && scores[ids[i]] > -INFINITY, "contenders are possible");
+    }
+}
+
 int main(int count, char** arguments) {
     if (!runs_here()) {
         std::printf("%s: not for this CPU\n", qd_isa());
@@ -341,6 +361,7 @@ int main(int count, char** arguments) {
         short_lives(c);
         compute_chunked(c, 1);
         compute_chunked(c, (int)c.random.between(2, 4));
+        sample_row(c.random);
     }
     std::printf("%s: %llu cases, from seed %llu\n", qd_isa(), cases, first);
     return 0;

@@ -6,7 +6,7 @@ A test compares sizes and offsets with the header's. ABI_VERSION must equal qd_a
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 
 ABI_VERSION = 3
@@ -172,8 +172,12 @@ def declare(library: ctypes.CDLL) -> None:
         "qd_read_blocks": (c_int32, blocks),
         "qd_write_blocks": (c_int32, blocks),
         "qd_execute": (c_int32, [handle, POINTER(Step)]),
-        "qd_read_seconds": (ctypes.c_double, [handle, c_int64, c_int32]),
+        "qd_read_seconds": (c_double, [handle, c_int64, c_int32]),
         "qd_linear": (c_int32, [handle, POINTER(Matrix), handle, c_int32, handle]),
+        "qd_contenders": (
+            c_int64,
+            [handle, c_int64, c_int64, c_double, c_uint64, handle],
+        ),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
