@@ -6,9 +6,13 @@ from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qdeploy.errors import UsageError
 from qdeploy.runtime.bad_words import ban_sequences
 from qdeploy.runtime.detokenizer import Detokenizer
+from qdeploy.runtime.logprobs import prompt_logprobs
 from qdeploy.runtime.outputs import FinishReason, RequestOutput, TokenLogprob
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampler import Sampled
@@ -30,6 +34,7 @@ class OutputCollector:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._texts: dict[str, _Text] = {}
+        self._prompts: dict[str, list[TokenLogprob | None]] = {}
         # the samples of a request ask one after the other
         self._ban_sequences = lru_cache(maxsize=1)(self._find_sequences)
 
@@ -58,10 +63,21 @@ class OutputCollector:
     def remove(self, request: Request) -> None:
         """Forget a sample."""
         self._texts.pop(request.sequence_id, None)
+        self._prompts.pop(request.sequence_id, None)
 
     def banned(self, request: Request) -> Set[int]:
         """Tokens that may not be sampled now: those that would stop before min_tokens."""
         return banned_tokens(request, self._eos_token_ids)
+
+    def take_prompt(self, request: Request, rows: NDArray[np.float32]) -> None:
+        """Raw logits [n, vocab] of the prompt's next n positions, in order, without gaps.
+
+        The last position predicts no token of the prompt, and needn't be given. Raises ValueError
+        where a row isn't finite.
+        """
+        found = self._prompts.setdefault(request.sequence_id, [None])
+        targets = request.prompt_token_ids[len(found) : len(found) + len(rows)]
+        found += prompt_logprobs(rows[: len(targets)], targets, request.params.prompt_logprobs or 0)
 
     def collect(self, request: Request, sampled: Sampled) -> RequestOutput:
         """The output of a token that `request` has just taken."""
@@ -108,6 +124,13 @@ class OutputCollector:
             return shown, Stop("stop", found)
         return shown + (state.stops.flush() if stop is not None else ""), stop
 
+    def _finished_prompt(self, request: Request) -> tuple[TokenLogprob | None, ...] | None:
+        """Log-probabilities of the prompt, once, when they are complete."""
+        found = self._prompts.get(request.sequence_id)
+        if found is None or len(found) < request.num_prompt_tokens:
+            return None
+        return tuple(self._prompts.pop(request.sequence_id))
+
     def _output(
         self,
         request: Request,
@@ -123,6 +146,7 @@ class OutputCollector:
             token_ids=token_ids,
             text=text,
             logprobs=logprobs,
+            prompt_logprobs=self._finished_prompt(request),
             finish_reason=None if stop is None else stop.finish_reason,
             stop_reason=None if stop is None else stop.reason,
             num_prompt_tokens=request.num_prompt_tokens,

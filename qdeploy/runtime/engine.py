@@ -308,11 +308,13 @@ class Engine:
         rows, end = logits.cpu().numpy(), 0
         for request, part in zip(step.num_scheduled_tokens, batch.slices, strict=True):
             start, end = end, end + part.num_logits
-            for taker in self._advance(request, part):
+            takers = self._advance(request, part)
+            left = self._take_prompt(takers, rows[start:end], outputs)
+            for taker in takers:
                 if taker.scoring:
                     self._take_scores(taker, logits[start:end], outputs)
-                elif start < end:
-                    outputs.append(self._take_tokens(taker, rows[start:end]))
+                elif len(left):
+                    outputs.append(self._take_tokens(taker, left))
 
     def _advance(self, request: Request, part: SequenceSlice) -> list[Request]:
         """A slice is computed; returns the samples that its last row of logits is for.
@@ -337,6 +339,27 @@ class Engine:
         if request.num_uncomputed_tokens == 0:
             self._finish(request, "stop", outputs)
 
+    def _take_prompt(
+        self, takers: Sequence[Request], rows: NDArray[np.float32], outputs: list[RequestOutput]
+    ) -> NDArray[np.float32]:
+        """Hand over the rows of the prompt's positions, if they are asked for; returns those of
+        rows [n, vocab] to sample from. What goes wrong ends all samples, and leaves no rows.
+        """
+        leader = takers[0]
+        if leader.scoring or not leader.needs_prompt_logits:
+            return rows
+        count = min(len(rows), leader.num_prompt_tokens - leader.num_scored)
+        try:
+            self._collector.take_prompt(leader, rows[:count])
+        except Exception as error:
+            for taker in takers:
+                message = one_line("scoring the prompt failed", error)
+                self._finish(taker, "error", outputs, error=message)
+            return rows[:0]
+        leader.num_scored += count
+        complete = leader.num_scored == leader.num_prompt_tokens
+        return rows[count - 1 if complete else count :]
+
     def _take_tokens(self, request: Request, rows: NDArray[np.float32]) -> RequestOutput:
         """Draw a token, and another one for each draft [rows − 1] that was right: what comes out
         is what would have come without drafts.
@@ -358,6 +381,8 @@ class Engine:
 
     def _take_token(self, request: Request, row: NDArray[np.float32]) -> RequestOutput:
         """Draw a token from row [vocab]; what goes wrong ends this request alone (P5)."""
+        if request.max_tokens == 0:  # only the prompt was wanted
+            return self._collector.final(request, "length")
         try:
             sampled = sample(row, request, self._collector.banned(request))
             if sampled.error is None:

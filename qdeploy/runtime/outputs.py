@@ -42,9 +42,11 @@ class RequestOutput:
     token_ids, text, logprobs: the new ones only. `text` lags behind `token_ids` while bytes of a
         character or a possible stop string are pending; its concatenation over a request is the
         whole text, ended before a stop string.
-    num_cached_tokens: of the prompt, whose K/V were found in the prefix cache.
+    prompt_logprobs: with the first output of a request that asked for them: of each token of the
+        prompt, None for the first one.
     finish_reason: None while the sample runs. stop_reason: the stop string or stop token id that
         ended it (None for eos). error: one line when finish_reason is "error".
+    num_cached_tokens: tokens of the prompt whose K/V came from the prefix cache.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -100,12 +103,16 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationOutput:
-    """All samples of one prompt, as vLLM's (offline) RequestOutput."""
+    """All samples of one prompt, as vLLM's (offline) RequestOutput.
+
+    prompt_logprobs: of each token of the prompt, None for the first one; None if not asked for.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
 
@@ -123,6 +130,8 @@ class GenerationOutput:
             sample.logprobs = [*(sample.logprobs or ()), *output.logprobs]
         sample.finish_reason = output.finish_reason
         sample.stop_reason, sample.error = output.stop_reason, output.error
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = list(output.prompt_logprobs)
         self.num_cached_tokens = output.num_cached_tokens
         self.metrics = output.metrics
 

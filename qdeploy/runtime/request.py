@@ -119,14 +119,18 @@ class Request:
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether every position of the prompt must be computed, and none taken from the cache."""
-        return self.scoring
+        """Whether positions of the prompt whose logits are wanted haven't been handed over: they
+        must be computed, and none taken from the cache. Samples after the first one leave it to it.
+        """
+        if self.params.prompt_logprobs is None or self.index > 0:
+            return self.scoring
+        return self.num_scored < self.num_prompt_tokens
 
     def num_logits(self, start: int, end: int) -> int:
         """How many of the positions start … end − 1, the last ones, want logits. Positions of
         drafts follow the last token's.
         """
-        first = self.num_scored if self.scoring else self.num_tokens - 1
+        first = self.num_scored if self.needs_prompt_logits else self.num_tokens - 1
         return max(0, end - max(start, first))
 
     def append(self, token_id: int, now: float) -> None:

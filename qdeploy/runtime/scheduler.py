@@ -21,6 +21,9 @@ from qdeploy.runtime.prefix_cache import PrefixHit
 from qdeploy.runtime.request import Request, RequestStatus
 from qdeploy.runtime.swap_space import SwapSpace
 
+#: Rows of logits of one prompt in one step: 128 × 49,152 float32 are 25 MB.
+MAX_PROMPT_LOGITS = 128
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -277,6 +280,8 @@ class Scheduler:
         """Give `request` up to `wanted` tokens of the step; False when it got none."""
         if request.status is not RequestStatus.RUNNING:
             return False  # preempted earlier in this step
+        if request.needs_prompt_logits and not request.scoring and self.enable_chunked_prefill:
+            wanted = min(wanted, MAX_PROMPT_LOGITS)
         num_tokens = self._chunk(step, wanted)
         while num_tokens:
             num_tokens = self._allocate(request, num_tokens)
