@@ -7,24 +7,27 @@ its KV blocks are free again (user report H14).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
+from qdeploy.server.chat_reply import ChatReply
+from qdeploy.server.completion_reply import CompletionReply
 from qdeploy.server.context import ServerContext
-from qdeploy.server.errors import bad_request
 from qdeploy.server.generation import EventStream, answer
 from qdeploy.server.prompts import (
     Prompt,
     chat_prompt,
     check_params,
+    check_prompt_logprobs,
     check_prompts,
     check_stream_options,
     completion_prompts,
 )
-from qdeploy.server.replies import ChatReply, CompletionReply, event, usage, usage_of
+from qdeploy.server.replies import event, usage, usage_of
 from qdeploy.server.schema import ChatBody, CompletionBody, read_body
 
 
@@ -57,6 +60,7 @@ async def _chat(request: Request, context: ServerContext) -> Response:
         n=params.n,
         logprobs=params.logprobs is not None,
         include_usage=include_usage,
+        prompt_logprobs=check_prompt_logprobs(body),
     )
     return await answer(
         request,
@@ -73,39 +77,39 @@ async def _completions(request: Request, context: ServerContext) -> Response:
     body = await read_body(request, CompletionBody)
     context.check_model(body.model)
     include_usage = check_stream_options(body)
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo with logprobs is not supported: prompt tokens get no log-probabilities; "
-            "leave one out",
-            "echo",
-        )
-    only_echo = bool(body.echo) and body.max_tokens == 0
+    prompt_logprobs = check_prompt_logprobs(body)
+    scored = prompt_logprobs or body.logprobs is not None
+    only_echo = bool(body.echo) and body.max_tokens == 0 and not scored
     if only_echo:
         body = body.model_copy(update={"max_tokens": 1, "min_tokens": None})
     params = context.params.completion(body)
     prompts = await completion_prompts(body, context.tokenizer)
     check_prompts(prompts, context.limits, "prompt")
-    check_params(params, prompts, context.limits)
+    check_params(params, prompts, context.limits, "n" if body.best_of is None else "best_of")
+    n = body.n or 1
     reply = CompletionReply(
         context.model,
         context.tokenizer,
-        n=params.n,
-        echoes=[_echo(prompt, context) if body.echo else "" for prompt in prompts],
-        logprobs=params.logprobs is not None,
+        n=n,
+        echoes=[_with_text(prompt, context) for prompt in prompts] if body.echo else (),
+        logprobs=body.logprobs,
         include_usage=include_usage,
+        prompt_logprobs=prompt_logprobs,
     )
     stream = bool(body.stream)
     if only_echo:
-        return _echo_only(reply, prompts, params.n, stream=stream, include_usage=include_usage)
+        return _echo_only(reply, prompts, n, stream=stream, include_usage=include_usage)
     return await answer(
         request, context, reply, prompts, params, stream=stream, include_usage=include_usage
     )
 
 
-def _echo(prompt: Prompt, context: ServerContext) -> str:
+def _with_text(prompt: Prompt, context: ServerContext) -> Prompt:
     if prompt.text is not None:
-        return prompt.text
-    return context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return prompt
+    return replace(
+        prompt, text=context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    )
 
 
 def _echo_only(

@@ -42,6 +42,8 @@ async def answer(
         results = await until_disconnect(request, _collect(outputs, prompts, params.n))
     finally:
         outputs.close()
+    if params.prompt_logprobs is not None:  # a long prompt's takes a while
+        return JSONResponse(await asyncio.to_thread(reply.whole, results))
     return JSONResponse(reply.whole(results))
 
 
@@ -73,6 +75,7 @@ async def _events(
 ) -> AsyncIterator[str]:
     order = {request_id: i for i, request_id in enumerate(outputs.request_ids)}
     generated: dict[tuple[str, int], int] = {}
+    cached: dict[str, int] = {}
     try:
         for chunk in reply.opening():
             yield event(chunk)
@@ -81,12 +84,14 @@ async def _events(
             ready = [first, *outputs.ready()]
             for output in ready:
                 generated[output.request_id, output.index] = output.num_output_tokens
+                cached[output.request_id] = output.num_cached_tokens
             text = "".join(_text_of(reply, order[item.request_id], item) for item in ready)
             if text:
                 yield text
         if include_usage:
             prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-            yield event(reply.usage_chunk(usage(prompt_tokens, sum(generated.values()))))
+            counts = usage(prompt_tokens, sum(generated.values()), sum(cached.values()))
+            yield event(reply.usage_chunk(counts))
     except Exception as error:
         # the status is sent: the error travels in the stream, which then ends as usual (H06)
         yield f"data: {to_api_error(error).json()}\n\n"

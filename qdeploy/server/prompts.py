@@ -126,8 +126,16 @@ class ParamsBuilder:
 
     def completion(self, body: CompletionBody) -> SamplingParams:
         """Parameters of /v1/completions; max_tokens defaults to 16, as OpenAI's does."""
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        return self._build(body, {"max_tokens": max_tokens, "logprobs": body.logprobs})
+        extra: dict[str, Any] = {
+            "max_tokens": 16 if body.max_tokens is None else body.max_tokens,
+            "logprobs": body.logprobs,
+        }
+        if body.echo and body.logprobs is not None:
+            extra["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        if body.best_of is not None:
+            extra["n"] = _best_of(body, body.best_of)
+            extra["logprobs"] = body.logprobs or 0
+        return self._build(body, extra)
 
     def chat(self, body: ChatBody, room: int) -> SamplingParams:
         """Parameters of chat; without max_tokens a reply may run to the end of the context.
@@ -167,6 +175,18 @@ class ParamsBuilder:
         return SamplingParams(**values)
 
 
+def _best_of(body: CompletionBody, best_of: int) -> int:
+    """How many samples to draw, of which body.n are returned."""
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise bad_request(f"n={n} is not allowed; give at least 1", "n")
+    if best_of < n:
+        raise bad_request(f"best_of={best_of} is less than n={n}; give at least n", "best_of")
+    if body.stream and best_of > n:
+        raise bad_request("best_of can't be streamed; leave out stream", "best_of")
+    return best_of
+
+
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if not bias:
         return None
@@ -180,19 +200,21 @@ def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     return found
 
 
-def check_params(params: SamplingParams, prompts: Sequence[Prompt], limits: Limits) -> None:
-    """Bounds that need the prompt or the server's configuration (H11)."""
+def check_params(
+    params: SamplingParams, prompts: Sequence[Prompt], limits: Limits, n: str = "n"
+) -> None:
+    """Bounds that need the prompt or the server's configuration (H11). n: its name in the body."""
     if params.n > limits.max_num_seqs:
         raise bad_request(
-            f"n={params.n} exceeds the {limits.max_num_seqs} sequences of a step "
-            "(--max-num-seqs); lower n",
-            "n",
+            f"{n}={params.n} exceeds the {limits.max_num_seqs} sequences of a step "
+            f"(--max-num-seqs); lower {n}",
+            n,
         )
     if params.n * len(prompts) > MAX_SAMPLES:
         raise bad_request(
-            f"{len(prompts)} prompts × n={params.n} are more than {MAX_SAMPLES} samples; "
+            f"{len(prompts)} prompts × {n}={params.n} are more than {MAX_SAMPLES} samples; "
             "send several requests",
-            "n",
+            n,
         )
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if params.max_tokens is not None and longest + params.max_tokens > limits.max_model_len:
@@ -203,6 +225,13 @@ def check_params(params: SamplingParams, prompts: Sequence[Prompt], limits: Limi
             "max_tokens",
             "context_length_exceeded",
         )
+
+
+def check_prompt_logprobs(body: SamplingFields) -> bool:
+    """Whether prompt_logprobs are asked for; as vLLM, not of a stream."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs can't be streamed; leave out stream", "prompt_logprobs")
+    return body.prompt_logprobs is not None
 
 
 def check_stream_options(body: SamplingFields) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput, RequestOutput, TokenLogprob
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.context import public_id
-from qdeploy.server.token_text import token_bytes, token_text
+from qdeploy.server.token_text import token_text
 
 Json = dict[str, Any]
 
@@ -44,12 +44,13 @@ class Reply(Protocol):
     def usage_chunk(self, usage: Json) -> Json: ...
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    """OpenAI's usage object."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Json:
+    """OpenAI's usage object. cached_tokens: of the prompts, read from the prefix cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -58,14 +59,43 @@ def usage_of(results: Sequence[GenerationOutput]) -> Json:
     return usage(
         sum(len(result.prompt_token_ids) for result in results),
         sum(len(sample.token_ids) for result in results for sample in result.outputs),
+        sum(result.num_cached_tokens for result in results),
     )
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
     return logprob if math.isfinite(logprob) else -9999.0  # JSON has no infinity; as vLLM
 
 
-class _Base(ABC):
+def ending(sample: CompletionOutput | RequestOutput) -> Json:
+    """Why a choice ended."""
+    return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+
+
+def prompt_entries(
+    logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+) -> list[Json | None]:
+    """vLLM's prompt_logprobs: for each token of a prompt its own entry and those of the likeliest,
+    by token id; null for the first one.
+    """
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        text = token_text(tokenizer, token_id)
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    def entries(token: TokenLogprob) -> Json:
+        found = {
+            str(token_id): entry(token_id, logprob, rank)
+            for rank, (token_id, logprob) in enumerate(token.top, 1)
+        }
+        own = entry(token.token_id, token.logprob, token.rank)
+        return {str(token.token_id): own, **found}
+
+    return [None if token is None else entries(token) for token in logprobs]
+
+
+class ReplyBase(ABC):
     """Fields that every object and chunk of one answer share."""
 
     def __init__(self, kind: str, prefix: str, model: str, include_usage: bool) -> None:
@@ -84,7 +114,7 @@ class _Base(ABC):
         """`chunks` as events, for output that is text only: all else of a choice's events is the
         same in each, and a server writes one for every token.
         """
-        if output.finished or output.logprobs:
+        if output.finished or output.logprobs or output.prompt_logprobs:
             return None
         if not output.text:
             return ""
@@ -111,170 +141,3 @@ class _Base(ABC):
     def usage_chunk(self, usage: Json) -> Json:
         """The chunk before [DONE] that include_usage asks for."""
         return {**self._object(self._kind, []), "usage": usage}
-
-
-class ChatReply(_Base):
-    """chat.completion and chat.completion.chunk."""
-
-    def __init__(
-        self, model: str, tokenizer: Tokenizer, *, n: int, logprobs: bool, include_usage: bool
-    ) -> None:
-        super().__init__("chat.completion.chunk", "chatcmpl", model, include_usage)
-        self._tokenizer = tokenizer
-        self._n = n
-        self._logprobs = logprobs
-
-    def whole(self, results: Sequence[GenerationOutput]) -> Json:
-        """The answer without streaming."""
-        choices = [self._whole_choice(sample) for sample in results[0].outputs]
-        return {**self._object("chat.completion", choices), "usage": usage_of(results)}
-
-    def _whole_choice(self, sample: CompletionOutput) -> Json:
-        return {
-            "index": sample.index,
-            "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": self._chat_logprobs(sample.logprobs),
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
-
-    def opening(self) -> list[Json]:
-        """The role, once per choice."""
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk(self._choice(index, delta)) for index in range(self._n)]
-
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Json]:
-        """Text of one step, then the end of the choice if it ended."""
-        chunks = []
-        logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
-        if output.text or logprobs:
-            choice = self._text_choice(output.index, output.text)
-            chunks.append(self._chunk({**choice, "logprobs": logprobs}))
-        if output.finished:
-            last = self._choice(output.index, {})
-            end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            chunks.append(self._chunk({**last, **end}))
-        return chunks
-
-    def text_event(self, prompt: int, output: RequestOutput) -> str | None:
-        """The event of an output that is text only, "" for none; None: take `chunks`."""
-        return self._text_event(output.index, output)
-
-    def _text_choice(self, index: int, text: str) -> Json:
-        return self._choice(index, {"content": text})
-
-    @staticmethod
-    def _choice(index: int, delta: Json) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _chat_logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Json | None:
-        if not self._logprobs:
-            return None
-        content = [
-            {
-                **self._entry(token.token_id, token.logprob),
-                "top_logprobs": [self._entry(i, logprob) for i, logprob in token.top],
-            }
-            for token in tokens or ()
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        text = token_text(self._tokenizer, token_id)
-        data = token_bytes(self._tokenizer, token_id, text)
-        return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-
-class CompletionReply(_Base):
-    """text_completion, whole and streamed. echoes: a prompt's text each, or "" without echo."""
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        n: int,
-        echoes: Sequence[str],
-        logprobs: bool,
-        include_usage: bool,
-    ) -> None:
-        super().__init__("text_completion", "cmpl", model, include_usage)
-        self._tokenizer = tokenizer
-        self._n = n
-        self._echoes = echoes
-        self._logprobs = logprobs
-        self._offsets: dict[int, int] = {}
-
-    def whole(self, results: Sequence[GenerationOutput]) -> Json:
-        """The answer without streaming; choices go prompt by prompt."""
-        choices = []
-        for prompt, result in enumerate(results):
-            for sample in result.outputs:
-                index = prompt * self._n + sample.index
-                choice = self._choice(index, self._echoes[prompt] + sample.text)
-                choice["logprobs"] = self._completion_logprobs(prompt, index, sample.logprobs)
-                choices.append({**choice, **_end(sample)})
-        return {**self._object("text_completion", choices), "usage": usage_of(results)}
-
-    def opening(self) -> list[Json]:
-        """The echoed prompts."""
-        return [
-            self._chunk(self._choice(prompt * self._n + sample, echo))
-            for prompt, echo in enumerate(self._echoes)
-            for sample in range(self._n)
-            if echo
-        ]
-
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Json]:
-        """Text of one step, then the end of the choice if it ended."""
-        index = prompt * self._n + output.index
-        chunks = []
-        if output.text or output.logprobs:
-            choice = self._choice(index, output.text)
-            if output.logprobs:
-                choice["logprobs"] = self._completion_logprobs(prompt, index, output.logprobs)
-            chunks.append(self._chunk(choice))
-        if output.finished:
-            chunks.append(self._chunk({**self._choice(index, ""), **_end(output)}))
-        return chunks
-
-    def text_event(self, prompt: int, output: RequestOutput) -> str | None:
-        """The event of an output that is text only, "" for none; None: take `chunks`."""
-        return self._text_event(prompt * self._n + output.index, output)
-
-    def _text_choice(self, index: int, text: str) -> Json:
-        return self._choice(index, text)
-
-    def end_chunk(self, index: int, reason: str) -> Json:
-        """The chunk that ends a choice for which nothing was generated."""
-        return self._chunk({**self._choice(index, ""), "finish_reason": reason})
-
-    @staticmethod
-    def _choice(index: int, text: str) -> Json:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-
-    def _completion_logprobs(
-        self, prompt: int, index: int, tokens: Sequence[TokenLogprob] | None
-    ) -> Json | None:
-        if not self._logprobs:
-            return None
-        texts = [token_text(self._tokenizer, token.token_id) for token in tokens or ()]
-        offset = self._offsets.get(index, len(self._echoes[prompt]))
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens or ()],
-            "top_logprobs": [self._top(token) for token in tokens or ()],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: TokenLogprob) -> dict[str, float]:
-        return {token_text(self._tokenizer, i): _finite(logprob) for i, logprob in token.top}
-
-
-def _end(sample: CompletionOutput | RequestOutput) -> Json:
-    return {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}

@@ -33,9 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -45,8 +43,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, 1),
     "modalities": (["text"],),
     "prediction": (),
-    "priority": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -97,6 +93,10 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -108,6 +108,7 @@ class CompletionBody(SamplingFields):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = None
+    best_of: int | None = None
     logprobs: int | None = None
 
 

@@ -50,6 +50,7 @@ class AlphabetExecutor:
         self.open_block_bytes, self.sealed_block_bytes = (4096,), (1152,)
         self.step_s = 0.0
         self.fail_next: BaseException | None = None
+        self.nan_next = False
         self.num_steps = 0
         ids = tokenizer.encode(ALPHABET, add_special_tokens=False)
         self._eos = tokenizer.token_to_id("</s>")
@@ -78,6 +79,8 @@ class AlphabetExecutor:
             for part in batch.slices
             for token in list(part.token_ids)[len(part.token_ids) - part.num_logits :]
         ]
+        if self.nan_next and rows:
+            rows[0], self.nan_next = torch.full((self.spec.vocab_size,), float("nan")), False
         return torch.stack(rows) if rows else torch.empty(0, self.spec.vocab_size)
 
     def _row(self, token: int) -> Tensor:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from qdeploy.runtime.outputs import RequestMetrics, RequestOutput, TokenLogprob
 from qdeploy.runtime.request_stream import RequestAbortedError, RequestStream
 from qdeploy.runtime.sampling_params import SamplingParams
+from qdeploy.server.chat_reply import ChatReply
+from qdeploy.server.completion_reply import CompletionReply
 from qdeploy.server.generation import _events
 from qdeploy.server.prompts import Prompt
-from qdeploy.server.replies import ChatReply, CompletionReply, event
+from qdeploy.server.replies import event
 
 
 def output(text: str, index: int = 0, **fields: Any) -> RequestOutput:
@@ -32,11 +34,10 @@ def output(text: str, index: int = 0, **fields: Any) -> RequestOutput:
 
 
 def replies(usage: bool) -> list[ChatReply | CompletionReply]:
-    shared: dict[str, Any] = {"logprobs": False, "include_usage": usage}
     name = 'a "model" \\ of %s {0} é'
     return [
-        ChatReply(name, None, n=3, **shared),  # type: ignore[arg-type]
-        CompletionReply(name, None, n=3, echoes=["", ""], **shared),  # type: ignore[arg-type]
+        ChatReply(name, None, n=3, logprobs=False, include_usage=usage),  # type: ignore[arg-type]
+        CompletionReply(name, None, n=3, logprobs=None, include_usage=usage),  # type: ignore[arg-type]
     ]
 
 
@@ -64,6 +65,7 @@ def test_output_with_more_than_text_goes_the_long_way() -> None:
     for reply in replies(False):
         assert reply.text_event(0, output("a", finish_reason="stop")) is None
         assert reply.text_event(0, output("a", logprobs=(token,))) is None
+        assert reply.text_event(0, output("a", prompt_logprobs=(None, token))) is None
 
 
 def stream_of(count: int) -> RequestStream:
