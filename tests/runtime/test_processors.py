@@ -88,6 +88,7 @@ def test_r20_penalties_equal_the_openai_and_hf_formulas() -> None:
     np.testing.assert_allclose(process_logits(logits, r, ()), expected, rtol=1e-6)
 
 
+@settings(deadline=None)
 @given(
     words=st.lists(st.lists(TOKENS, min_size=1, max_size=3), min_size=1, max_size=4),
     output=st.lists(TOKENS, max_size=4),
@@ -118,7 +119,7 @@ def test_words_are_banned_with_and_without_a_space(tmp_path: Path) -> None:
     assert [tokenizer.decode(ids) for ids in found] == ["the", " the"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     prompt=st.lists(TOKENS, min_size=1, max_size=8),
     moves=st.lists(st.tuples(st.integers(0, 3), st.lists(TOKENS, max_size=3)), max_size=8),

@@ -113,6 +113,7 @@ def test_noise_is_splitmix64() -> None:
     np.testing.assert_allclose(gumbel(1234567, np.arange(3)), theirs, rtol=0, atol=1e-15)
 
 
+@settings(deadline=None)
 @given(key=st.integers(0, 2**64 - 1), ids=st.lists(st.integers(0, 2**31), min_size=1, max_size=50))
 def test_noise_depends_on_the_token_alone(key: int, ids: list[int]) -> None:
     noise = gumbel(key, np.array(ids))
@@ -120,6 +121,7 @@ def test_noise_depends_on_the_token_alone(key: int, ids: list[int]) -> None:
     assert bool(((noise >= MIN_GUMBEL) & (noise <= MAX_GUMBEL)).all())
 
 
+@settings(deadline=None)
 @given(key=st.integers(0, 2**64 - 1), limit=st.floats(-5, 40))
 def test_no_noise_above_the_limit_is_missed_and_few_others_are_found(
     key: int, limit: float
@@ -201,7 +203,7 @@ def test_logprobs_equal_log_softmax_however_flat(scale: float) -> None:
     assert [v for _, v in found.top] == pytest.approx(values.tolist(), abs=2e-6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
     top_p=st.floats(0.01, 1),
     top_k=st.integers(0, 400),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdeploy.runtime.stop import StopStrings
@@ -8,6 +8,7 @@ from qdeploy.runtime.stop import StopStrings
 TEXTS = st.text(st.sampled_from("ab"), max_size=12)
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(TEXTS, max_size=8),
     stops=st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=4), max_size=3),
