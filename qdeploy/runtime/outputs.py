@@ -80,6 +80,7 @@ class RequestOutput:
             token_ids=tuple(token for part in parts for token in part.token_ids),
             text="".join(part.text for part in parts),
             logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
+            prompt_logprobs=parts[0].prompt_logprobs,
         )
 
 
