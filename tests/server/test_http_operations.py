@@ -165,7 +165,7 @@ def test_preemptions_are_counted_by_kind() -> None:
         with serving(num_kv_blocks=36, preemption=mode, enable_prefix_caching=False) as small:
             with ThreadPoolExecutor(3) as pool:
                 body = {"max_tokens": 150, "ignore_eos": True}
-                replies = list(pool.map(lambda _: small.complete(**body), range(3)))
+                replies = list(pool.map(lambda _, body=body: small.complete(**body), range(3)))
             assert {reply.status_code for reply in replies} == {200}
             small.wait_idle()
             found = samples(small)
