@@ -14,13 +14,13 @@ from torch import Tensor
 
 from qdeploy import __version__
 from qdeploy.errors import FormatError, UsageError
-from qdeploy.formats.checkpoint import file_sha256
+from qdeploy.formats.checkpoint import file_sha256, parse_quantization
 from qdeploy.formats.hf import TensorFolder, inside
 from qdeploy.formats.manifest import MANIFEST_NAME, Manifest, write_manifest
 from qdeploy.formats.model_card import CARD_NAME, render_card
 from qdeploy.formats.shards import ShardWriter
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, WeightFormat
-from qdeploy.quantization.scheme import QuantizedLinear
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 #: Everything a tokenizer or a chat needs, and the base model's licence.
@@ -101,14 +101,18 @@ class ArtifactWriter:
         base model that was not written, or one that it doesn't have, fails the save (A10).
         """
         self._check_complete()
-        self._shards.close(_metadata(manifest, quantization_config))
+        scheme = None
+        if quantization_config is not None:
+            scheme = parse_quantization(quantization_config, self.out)[1]
+        self._shards.close(_metadata(manifest, quantization_config, scheme))
         self._write_config(quantization_config)
         self._copy_companions()
         files = {path.name: file_sha256(path) for path in sorted(self._temporary.iterdir())}
         capacity = manifest.capacity.model_copy(update={"weight_bytes": self._shards.total_bytes})
         manifest = manifest.model_copy(update={"files": files, "capacity": capacity})
         # Neither is in `files`: both change when `eval` adds a record.
-        card = render_card(self.out.name, manifest, quantization_config)
+        method = (quantization_config or {}).get("quant_method")
+        card = render_card(self.out.name, manifest, method, scheme)
         (self._temporary / CARD_NAME).write_text(card, encoding="utf-8")
         write_manifest(self._temporary, manifest)
         self._publish()
@@ -164,11 +168,18 @@ class ArtifactWriter:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _metadata(manifest: Manifest, config: dict[str, Any] | None) -> dict[str, str]:
+def _metadata(
+    manifest: Manifest, config: dict[str, Any] | None, scheme: QuantScheme | None
+) -> dict[str, str]:
     """The safetensors `__metadata__` beside format=pt (A08); its values must be strings."""
     metadata = {"qdeploy_version": __version__, "method": str(manifest.recipe.get("method", ""))}
-    if config is not None:
-        metadata |= {key: str(config[key]) for key in ("quant_method", "bits", "group_size")}
+    if config is not None and scheme is not None:
+        metadata |= {
+            "quant_method": str(config["quant_method"]),
+            "scheme": scheme.name,
+            "bits": str(scheme.bits),
+            "group_size": str(scheme.group_size),
+        }
     return metadata
 
 

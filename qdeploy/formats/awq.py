@@ -13,6 +13,7 @@ from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.packing import pack_awq, unpack_awq
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
+    LocalNames,
     Shape,
     check_scales,
     config_bool,
@@ -21,6 +22,7 @@ from qdeploy.formats.weight_format import (
     expect_shape,
     parsed_scheme,
     refuse_changed,
+    refuse_floats,
     require_divisible,
 )
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
@@ -42,11 +44,14 @@ class AwqFormat:
     """`qweight` int32 [in, out/8], `qzeros` int32 [groups, out/8], `scales` f16 [groups, out]."""
 
     name: str = "awq"
-    tensors: tuple[str, ...] = ("qweight", "qzeros", "scales")
-    optional_tensors: tuple[str, ...] = ("bias",)
+
+    def local_names(self, scheme: QuantScheme) -> LocalNames:
+        """The same for every scheme."""
+        return LocalNames(("qweight", "qzeros", "scales"), optional=("bias",))
 
     def check(self, scheme: QuantScheme) -> None:
         """AWQ has 4-bit codes, and groups in input order."""
+        refuse_floats(scheme, self.name)
         other = "gptq" if scheme.symmetric else "gptq_v2"
         if scheme.bits != 4:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Checkpoints to run: dense, AWQ and GPTQ folders, ours or foreign, checked when opened."""
+"""Checkpoints to run: dense or packed folders, ours or foreign, checked when opened."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qdeploy.errors import FormatError
@@ -21,7 +22,9 @@ from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 #: Files that AutoGPTQ and AutoAWQ wrote beside config.json before transformers had the key.
 _LEGACY_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _PACKED_SUFFIXES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv")
-_ACCEPTED_METHODS = ("awq", "gptq")
+_ACCEPTED_METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
+_DENSE_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Checkpoint:
@@ -38,6 +41,7 @@ class Checkpoint:
         self._format, self.scheme = _quantization(folder)
         #: Packed modules → (out_features, in_features); checked against the config here.
         self.packed: dict[str, tuple[int, int]] = self._packed_modules()
+        self._check_dense()
         check_config_shapes(folder, self.packed)
         self._check_manifest()
 
@@ -82,9 +86,11 @@ class Checkpoint:
             return self.tensor(f"{module}.weight")
         assert self._format is not None
         assert self.scheme is not None
+        names = self._format.local_names(self.scheme)
         local = {
             name: self.tensor(f"{module}.{name}")
-            for name in self._local_names(module, self._format)
+            for name in names.all
+            if self.has(f"{module}.{name}")
         }
         try:
             return self._format.unpack(local, self.scheme)
@@ -100,47 +106,61 @@ class Checkpoint:
         """Bytes on disk of a linear layer: packed words, scales, zeros, group index, bias."""
         return sum(self.nbytes(name) for name in self._children(module))
 
-    def _local_names(self, module: str, weight_format: WeightFormat) -> list[str]:
-        possible = (*weight_format.tensors, *weight_format.optional_tensors)
-        return [name for name in possible if self.has(f"{module}.{name}")]
-
     def _children(self, module: str) -> list[str]:
         return self._by_module.get(module, [])
 
     def _packed_modules(self) -> dict[str, tuple[int, int]]:
         if self._format is None or self.scheme is None:
             return {}
-        parts = set(self._format.tensors)
+        local = self._format.local_names(self.scheme)
         modules = {
             module
             for module, names in self._by_module.items()
-            if any(name.rpartition(".")[2] in parts for name in names)
+            if any(local.mark(name.rpartition(".")[2]) for name in names)
         }
         if not modules:
             raise FormatError(
                 f"{self.path}: config.json says {self.format}, but no tensor is packed; remove "
                 "quantization_config or fetch the weights again"
             )
+        for module in modules & _listed_as_dense(self.config):
+            raise FormatError(
+                f"{self.path}: {module} is packed, but the quantization config lists it as dense; "
+                "save the model again"
+            )
         return {
             module: self._layout(module, self._format, self.scheme) for module in sorted(modules)
         }
 
     def _layout(self, module: str, fmt: WeightFormat, scheme: QuantScheme) -> tuple[int, int]:
-        for name in fmt.tensors:
+        local = fmt.local_names(scheme)
+        for name in local.required:
             if not self.has(f"{module}.{name}"):
                 raise FormatError(f"{self.path}: {module}.{name} is missing; fetch the model again")
-        known = {f"{module}.{name}" for name in (*fmt.tensors, *fmt.optional_tensors)}
+        known = {f"{module}.{name}" for name in local.all}
         for name in self._children(module):
             if name not in known:  # a second copy (.weight), or scales that would be ignored
                 raise FormatError(
                     f"{self.path}: {name} is unexpected beside a layer packed as {fmt.name}; "
                     "save the model again"
                 )
-        shapes = {name: self.shape(f"{module}.{name}") for name in self._local_names(module, fmt)}
+        present = (name for name in local.all if self.has(f"{module}.{name}"))
+        shapes = {name: self.shape(f"{module}.{name}") for name in present}
         try:
             return fmt.layout(shapes, scheme)
         except FormatError as error:
             raise FormatError(f"{self.path}: {module}: {error}") from None
+
+    def _check_dense(self) -> None:
+        """Float8 without its scale would be read as a weight of another size."""
+        for name in sorted(self.names()):
+            module, _, last = name.rpartition(".")
+            float8 = self._folder.dtype(name) in _FLOAT8
+            if float8 and last == "weight" and module not in self.packed:
+                raise FormatError(
+                    f"{self.path}: {name} is float8, but has no scale, or the quantization config "
+                    "doesn't say so; fetch the model again"
+                )
 
     def _check_manifest(self) -> None:
         if self.manifest is None:
@@ -191,6 +211,13 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _listed_as_dense(config: dict[str, Any]) -> set[str]:
+    """Full names that a quantization config leaves dense; patterns among them match nothing."""
+    quantization = config.get("quantization_config") or {}
+    lists = (quantization.get(key) for key in _DENSE_LISTS)
+    return {name for names in lists if isinstance(names, list) for name in names}
+
+
 def _quantization(folder: TensorFolder) -> tuple[WeightFormat | None, QuantScheme | None]:
     """Format and scheme by config.json, else by a legacy file; (None, None) when dense (A11)."""
     config, source = folder.config.get("quantization_config"), folder.path / "config.json"
@@ -208,10 +235,11 @@ def _quantization(folder: TensorFolder) -> tuple[WeightFormat | None, QuantSchem
                 "restore quantization_config in config.json"
             )
         return None, None
-    return _parse(config, source)
+    return parse_quantization(config, source)
 
 
-def _parse(config: Any, source: Path) -> tuple[WeightFormat, QuantScheme]:
+def parse_quantization(config: Any, source: Path) -> tuple[WeightFormat, QuantScheme]:
+    """Format and scheme of a `quantization_config`; FormatError, naming `source`, otherwise."""
     accepted = ", ".join(_ACCEPTED_METHODS)
     if not isinstance(config, dict):
         raise FormatError(f"{source}: the quantization config is not a JSON object")

@@ -15,10 +15,12 @@ from qdeploy.formats.gptq_config import parse_gptq_config, skip_rules
 from qdeploy.formats.packing import pack_bits, packed_length, unpack_bits
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
+    LocalNames,
     Shape,
     check_scales,
     dense_modules,
     expect_shape,
+    refuse_floats,
     require_divisible,
 )
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
@@ -32,11 +34,14 @@ class GptqFormat:
 
     name: str
     zero_offset: int  # what is added to a stored zero point to get z
-    tensors: tuple[str, ...] = ("qweight", "qzeros", "scales")
-    optional_tensors: tuple[str, ...] = ("g_idx", "bias")
+
+    def local_names(self, scheme: QuantScheme) -> LocalNames:
+        """The same for every scheme."""
+        return LocalNames(("qweight", "qzeros", "scales"), optional=("g_idx", "bias"))
 
     def check(self, scheme: QuantScheme) -> None:
         """v1 can't hold z = 0 (AutoGPTQ's words corrupt), which asymmetric groups may need."""
+        refuse_floats(scheme, self.name)
         if self.zero_offset and not scheme.symmetric:
             raise UsageError(
                 "format gptq can't hold a zero point of 0, which asymmetric weights may need; "
@@ -96,7 +101,7 @@ class GptqFormat:
             scales=tensors["scales"].t().contiguous(),
             zero_points=zeros.t().contiguous(),
             scheme=replace(scheme, symmetric=symmetric),
-            g_idx=_group_index(tensors.get("g_idx"), scheme, in_features, groups),
+            g_idx=group_index(tensors.get("g_idx"), scheme, in_features, groups),
             bias=tensors.get("bias"),
         )
 
@@ -135,7 +140,7 @@ class GptqFormat:
         return parse_gptq_config(config)
 
 
-def _group_index(
+def group_index(
     g_idx: Tensor | None, scheme: QuantScheme, in_features: int, groups: int
 ) -> Tensor | None:
     """Validated g_idx; None when it is index // group_size and the groups are all full."""

@@ -13,6 +13,7 @@ from qdeploy.formats.checkpoint import Checkpoint, checksum_findings, open_check
 from qdeploy.formats.hf import COMPILED
 from qdeploy.formats.manifest import Manifest
 from qdeploy.formats.model_card import embeddings_line
+from qdeploy.formats.weight_format import activations_note
 from qdeploy.quantization.embeddings import table_bytes
 
 #: Tensors that an embeddings policy applies to.
@@ -27,23 +28,35 @@ class Reader:
     engine: str
     needs: str
     formats: tuple[str, ...]
-    bits: tuple[int, ...]
+    schemes: tuple[str, ...]
 
 
-#: Measured on a CPU (formats.md §8): logits against float32 on the dequantized weights.
+#: Measured on a CPU (docs/formats.md): logits against float32 on the dequantized weights.
 #: What isn't here was not tested, which doesn't mean that it fails.
 READERS = (
     Reader(
         engine="transformers 5.24",
         needs="gptqmodel 7.7, accelerate",
         formats=("awq",),
-        bits=(4,),
+        schemes=("W4A16_ASYM",),
     ),
     Reader(
         engine="transformers 5.24",
         needs="gptqmodel 7.7, optimum 2.3",
         formats=("gptq", "gptq_v2"),
-        bits=(4,),
+        schemes=("W4A16", "W4A16_ASYM"),
+    ),
+    Reader(
+        engine="transformers 5.24",
+        needs="compressed-tensors 0.20; dequantize=True in its config",
+        formats=("compressed-tensors",),
+        schemes=("W4A16", "W4A16_ASYM", "FP8_DYNAMIC"),
+    ),
+    Reader(
+        engine="transformers 5.24",
+        needs="accelerate",
+        formats=("fp8",),
+        schemes=("FP8_BLOCK",),
     ),
 )
 
@@ -54,7 +67,8 @@ class Inspection:
 
     loaded_bytes: see the function of that name.
     bits_per_weight: stored bits, scales and all, over the weights of the decoder's linears.
-    format: awq, gptq, gptq_v2, or None for dense; None too when it couldn't be opened.
+    format: a name of WEIGHT_FORMATS, or None for dense; None too when it couldn't be opened.
+    activations: what qdeploy and others make of activations, where that differs.
     """
 
     path: Path
@@ -65,6 +79,7 @@ class Inspection:
     bits_per_weight: float | None = None
     format: str | None = None
     scheme: str | None = None
+    activations: str | None = None
     readers: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +88,7 @@ class Inspection:
             "path": str(self.path),
             "format": self.format,
             "scheme": self.scheme,
+            "activations": self.activations,
             "size_bytes": self.size_bytes,
             "loaded_bytes": self.loaded_bytes,
             "bits_per_weight": self.bits_per_weight,
@@ -90,6 +106,8 @@ class Inspection:
         if self.loaded_bytes is not None:
             lines[-1] += f"; weights {self.loaded_bytes / 1e6:.1f} MB once loaded"
         lines.extend(_manifest_lines(self.manifest))
+        if self.activations is not None:
+            lines.append(self.activations)
         lines.append(f"other readers tested: {'; '.join(self.readers) or 'none'}")
         lines.extend(f"finding: {finding}" for finding in self.findings)
         return lines
@@ -118,6 +136,7 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
         bits_per_weight=bits_per_weight(checkpoint),
         format=checkpoint.format,
         scheme=checkpoint.scheme.name if checkpoint.scheme else None,
+        activations=activations_note(checkpoint.scheme) if checkpoint.scheme else None,
         readers=readers_of(checkpoint),
     )
 
@@ -135,7 +154,7 @@ def readers_of(checkpoint: Checkpoint) -> list[str]:
     return [
         f"{reader.engine} (needs {reader.needs})"
         for reader in READERS
-        if checkpoint.format in reader.formats and checkpoint.scheme.bits in reader.bits
+        if checkpoint.format in reader.formats and checkpoint.scheme.name in reader.schemes
     ]
 
 
@@ -152,7 +171,8 @@ def bits_per_weight(checkpoint: Checkpoint) -> float | None:
     for name in checkpoint.names():
         module, _, last = name.rpartition(".")
         shape = checkpoint.shape(name)
-        if last == "weight" and len(shape) == 2 and _DECODER_LAYER.search(name):
+        dense = module not in checkpoint.packed
+        if dense and last == "weight" and len(shape) == 2 and _DECODER_LAYER.search(name):
             weights += prod(shape)
             stored += checkpoint.stored_bytes(module)
     return stored * 8 / weights if weights else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from qdeploy.formats.manifest import AccuracyRecord, Manifest, write_atomic
+from qdeploy.formats.weight_format import activations_note
+from qdeploy.quantization.scheme import QuantScheme
 
 CARD_NAME = "README.md"
 _BEGIN = "<!-- qdeploy: accuracy, rewritten by `qdeploy eval` -->"
@@ -15,15 +15,15 @@ _END = "<!-- qdeploy: end of accuracy -->"
 _METRICS = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1_agreement")
 
 
-def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] | None) -> str:
-    """The whole card of an artifact called `name`; `quantization`: its quantization_config."""
+def render_card(
+    name: str, manifest: Manifest, method: str | None, scheme: QuantScheme | None
+) -> str:
+    """The whole card of an artifact called `name`; method: quant_method of its config, None with
+    scheme None for an unquantized one.
+    """
     base, kv = manifest.base_model, manifest.kv_cache
-    kind = "unquantized"
-    if quantization is not None:
-        group = quantization["group_size"]
-        kind = f"{quantization['quant_method']}, {quantization['bits']} bits, " + (
-            "one group a row" if group == -1 else f"groups of {group}"
-        )
+    kind = "unquantized" if scheme is None else f"{method}, {_weights(scheme)}"
+    note = activations_note(scheme) if scheme is not None else None
     return "\n".join(
         [
             "---",
@@ -41,6 +41,7 @@ def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] |
             f"{kv.sink_blocks} sink and {kv.residual_blocks} residual blocks unquantized"
             + "".join(f"; layer {layer.layer}: {layer.dtype}" for layer in kv.layers),
             f"- Embedding and head: {embeddings_line(manifest)}",
+            *([f"- Activations: {note}"] if note else []),
             f"- {_calibration(manifest)}",
             "",
             "## Accuracy",
@@ -59,6 +60,18 @@ def render_card(name: str, manifest: Manifest, quantization: Mapping[str, Any] |
             "",
         ]
     )
+
+
+def _weights(scheme: QuantScheme) -> str:
+    """How weights are held, in words."""
+    if scheme.number == "int":
+        groups = f"groups of {scheme.group_size}"
+        return f"{scheme.bits} bits, {'one group a row' if scheme.group_size == -1 else groups}"
+    if scheme.group_size == -1:
+        per = "tensor" if scheme.block_rows == -1 else "row"
+    else:
+        per = f"block of {scheme.block_rows} × {scheme.group_size}"
+    return f"8-bit floats (E4M3), one scale a {per}"
 
 
 def refresh_card(folder: Path, manifest: Manifest) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from qdeploy.errors import FormatError, UsageError
@@ -14,20 +16,37 @@ from qdeploy.registry import Registry
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LocalNames:
+    """Local names of a packed layer's tensors: `qweight`, `scales`, …
+
+    required: every packed layer has them; optional: it may have them
+    markers: any of these means that the layer is packed; the required ones unless given
+    """
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every name that a packed layer may have."""
+        return (*self.required, *self.optional)
+
+    def mark(self, name: str) -> bool:
+        """Whether a tensor of this local name means that its layer is packed."""
+        return name in (self.markers or self.required)
+
+
 class WeightFormat(Protocol):
-    """How one quantized linear layer lies in a checkpoint. Local names: `qweight`, `scales`, …"""
+    """How one quantized linear layer lies in a checkpoint."""
 
     @property
     def name(self) -> str:
         """The name users give to --format."""
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Local names that every packed layer must have; the first marks a packed layer."""
-
-    @property
-    def optional_tensors(self) -> tuple[str, ...]:
-        """Local names that a packed layer may have."""
+    def local_names(self, scheme: QuantScheme) -> LocalNames:
+        """The tensors of a packed layer."""
 
     def check(self, scheme: QuantScheme) -> None:
         """Raise UsageError, naming a format that can, when the scheme can't be held."""
@@ -54,12 +73,29 @@ class WeightFormat(Protocol):
 WEIGHT_FORMATS: Registry[WeightFormat] = Registry("weight format")
 
 
+def activations_note(scheme: QuantScheme) -> str | None:
+    """Who rounds the activations of such weights, and who doesn't; None where nobody does."""
+    if scheme.activations is None:
+        return None
+    how = "per token" if scheme.activations == "dynamic" else "by a stored scale"
+    if scheme.activations == "dynamic" and scheme.group_size != -1:
+        how = f"per token and {scheme.group_size} inputs"
+    kind = "FP8" if scheme.number == "e4m3" else "int8"
+    ours = "bfloat16, or float32 with --act fp32" if scheme.number == "e4m3" else "its --act"
+    return (
+        f"{scheme.name}: qdeploy measures and serves these weights with activations in {ours}; "
+        f"engines such as vLLM also round activations to {kind}, {how}, and lose more"
+    )
+
+
 def default_format(method: str, scheme: QuantScheme) -> str:
     """The format that `quantize` writes unless told otherwise (CONTRACT §1).
 
     Raises UsageError when no delivered format holds the scheme.
     """
-    if scheme.symmetric:
+    if scheme.number == "e4m3":
+        name = default_fp8_format(scheme)
+    elif scheme.symmetric:
         name = "gptq"
     elif method != "gptq" and scheme.bits == 4 and not scheme.act_order:
         name = "awq"
@@ -69,12 +105,45 @@ def default_format(method: str, scheme: QuantScheme) -> str:
     return name
 
 
+def default_fp8_format(scheme: QuantScheme) -> str:
+    """Blocks have a format of their own; a scale for each row is llm-compressor's."""
+    return "compressed-tensors" if scheme.group_size == -1 else "fp8"
+
+
+def refuse_floats(scheme: QuantScheme, format_name: str) -> None:
+    """Raise UsageError for float8 in a format of integers."""
+    if scheme.number != "int":
+        raise UsageError(
+            f"format {format_name} holds integers, not {scheme.name}; "
+            f"use --format {default_fp8_format(scheme)}",
+            param="format",
+        )
+
+
 def require_divisible(what: str, value: int, by: int, format_name: str) -> None:
     """Raise UsageError unless `value` is a multiple of `by`."""
     if value % by:
         raise UsageError(
             f"format {format_name} needs {what} to be a multiple of {by}, this layer has {value}; "
             "keep it dense with --ignore"
+        )
+
+
+def expect_matrix(name: str, shape: Shape) -> tuple[int, int]:
+    """The two sizes of a matrix with at least one element; FormatError for another shape."""
+    if len(shape) != 2 or 0 in shape:
+        raise FormatError(f"{name} has shape {list(shape)}, expected [out_features, in_features]")
+    return shape[0], shape[1]
+
+
+def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise FormatError unless a stored tensor has one of the dtypes."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found = str(tensor.dtype).removeprefix("torch.")
+        raise FormatError(
+            f"{name} has dtype {found}, expected {expected}; does the quantization config belong "
+            "to these weights?"
         )
 
 
@@ -104,6 +173,16 @@ def config_int(config: Mapping[str, Any], *keys: str) -> int:
                 raise FormatError(f"quantization config: {key}={value!r} is not an integer")
             return value
     raise FormatError(f"quantization config: {keys[0]!r} is missing; add it as quantized")
+
+
+def config_names(config: Mapping[str, Any], key: str) -> list[str]:
+    """The list of names under `key`, empty when absent or null; FormatError for another type."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise FormatError(f"quantization config: {key}={value!r} is not a list of names")
+    return value
 
 
 def config_bool(config: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -136,5 +215,5 @@ def refuse_changed(config: Mapping[str, Any], accepted: Mapping[str, tuple[Any, 
 
 
 def dense_modules(ignore: Sequence[str]) -> list[str]:
-    """`ignore` without the output head, which these formats never quantize."""
+    """`ignore` without the output head, which AWQ and GPTQ never quantize."""
     return [name for name in ignore if name != "lm_head"]

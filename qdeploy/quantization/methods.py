@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qdeploy.quantization.awq import Awq
+from qdeploy.quantization.fp8 import Fp8
 from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.rtn import Rtn
@@ -12,3 +13,4 @@ METHODS: Registry[QuantMethod] = Registry("method")
 METHODS.add("awq", Awq())
 METHODS.add("gptq", Gptq())
 METHODS.add("rtn", Rtn())
+METHODS.add("fp8", Fp8())

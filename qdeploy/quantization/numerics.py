@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.quantization.scheme import E4M3_MAX, QuantScheme
 
 
 def expand_groups(per_group: Tensor, in_features: int, g_idx: Tensor | None) -> Tensor:
@@ -18,7 +18,9 @@ def expand_groups(per_group: Tensor, in_features: int, g_idx: Tensor | None) -> 
 def dequantize(
     codes: Tensor, scales: Tensor, zero_points: Tensor, g_idx: Tensor | None = None
 ) -> Tensor:
-    """W = (codes − zero_points) · scales, float32 [out, in]; inputs as in QuantizedLinear."""
+    """W = (codes − zero_points) · scales, float32 [out, in]; inputs as in QuantizedLinear, for
+    float8 the codes' values.
+    """
     in_features = codes.shape[1]
     zeros = expand_groups(zero_points.float(), in_features, g_idx)
     return (codes.float() - zeros) * expand_groups(scales.float(), in_features, g_idx)
@@ -36,6 +38,17 @@ def quantize(
     scaled = weight.float() / expand_groups(scales.float(), in_features, g_idx)
     codes = (scaled + expand_groups(zero_points.float(), in_features, g_idx)).round()
     return codes.clamp(0, scheme.max_code).to(torch.uint8)
+
+
+def e4m3_values(codes: Tensor) -> Tensor:
+    """Float32 values of float8 (e4m3fn) bits, uint8 of any shape; 0x7f and 0xff are NaN."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def e4m3_codes(values: Tensor) -> Tensor:
+    """Bits (uint8) of the nearest float8, ties to even; what is beyond ±448 becomes that."""
+    held = values.clamp(-E4M3_MAX, E4M3_MAX)
+    return held.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def storable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:

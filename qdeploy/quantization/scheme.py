@@ -11,6 +11,14 @@ if TYPE_CHECKING:  # recipes import this file, and `qdeploy --help` must not wai
     from torch import Tensor
 
 Bits = Literal[2, 3, 4, 8]
+#: What a code stands for: an unsigned integer, or a float8 (e4m3fn) by its bits.
+Number = Literal["int", "e4m3"]
+#: How other engines round the inputs of such a layer to 8 bits: per token as they come, or by a
+#: scale in the checkpoint. Ours take the weights alone (docs/formats.md).
+Activations = Literal["dynamic", "static"]
+E4M3_MAX = 448
+#: Rows and columns of an FP8_BLOCK block.
+FP8_BLOCK = 128
 #: What embedding and head can have: bits, and group sizes, the largest that divides first.
 TABLE_BITS = (8, 4)
 TABLE_GROUP_SIZES = (64, 32, 16, 8)
@@ -20,19 +28,25 @@ TABLE_GROUP_SIZES = (64, 32, 16, 8)
 class QuantScheme:
     """How the weight of one linear layer is quantized.
 
-    `group_size` counts input features; -1 is one group for the whole row.
+    `group_size` counts input features; -1 is one group for the whole row. `block_rows` counts
+    the rows that have their scales in common, -1 for all; integers have scales for each row.
     """
 
     bits: int = 4
     group_size: int = 64
     symmetric: bool = False
     act_order: bool = False
+    number: Number = "int"
+    block_rows: int = 1
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 3, 4, 8):
             raise UsageError(f"bits={self.bits} is not supported; choose 2, 3, 4 or 8")
         if self.group_size != -1 and self.group_size < 8:
             raise UsageError(f"group_size={self.group_size} is not supported; choose -1 or ≥ 8")
+        if self.number == "e4m3" and self.bits != 8:
+            raise UsageError(f"bits={self.bits} is not possible for float8")
 
     @property
     def max_code(self) -> int:
@@ -43,6 +57,11 @@ class QuantScheme:
     def mid_code(self) -> int:
         """The code of zero under symmetric quantization, 2^(bits − 1)."""
         return 1 << (self.bits - 1)
+
+    @property
+    def max_value(self) -> int:
+        """The largest magnitude that a scale is multiplied by."""
+        return E4M3_MAX if self.number == "e4m3" else self.max_code
 
     def groups(self, in_features: int) -> int:
         """Number of groups in a row; raises UsageError when the group size doesn't divide it."""
@@ -56,19 +75,50 @@ class QuantScheme:
             )
         return in_features // size
 
+    def block(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Rows and columns that have one scale, of a layer [out_features, in_features]."""
+        rows = out_features if self.block_rows == -1 else min(self.block_rows, out_features)
+        return rows, in_features if self.group_size == -1 else min(self.group_size, in_features)
+
     @property
     def name(self) -> str:
-        """The field's name, e.g. W4A16 or W4A16_ASYM."""
-        return f"W{self.bits}A16" + ("" if self.symmetric else "_ASYM")
+        """The field's name, e.g. W4A16, W4A16_ASYM, W8A8 or FP8_DYNAMIC."""
+        if self.number == "e4m3":
+            return self._fp8_name()
+        inputs = 8 if self.activations else 16
+        return f"W{self.bits}A{inputs}" + ("" if self.symmetric else "_ASYM")
+
+    def _fp8_name(self) -> str:
+        if self.group_size != -1:
+            kind = "FP8_BLOCK"
+        elif self.block_rows == 1 and self.activations == "dynamic":
+            kind = "FP8_DYNAMIC"
+        else:
+            kind = "FP8" if self.block_rows == -1 else "FP8_CHANNEL"
+        return kind if self.activations else f"{kind}_A16"
+
+
+def fp8_scheme(name: str) -> QuantScheme:
+    """The scheme that `--scheme FP8_DYNAMIC` (a scale a row) or `FP8_BLOCK` (128 x 128) means."""
+    rows, group = (FP8_BLOCK, FP8_BLOCK) if name == "FP8_BLOCK" else (1, -1)
+    return QuantScheme(
+        bits=8,
+        group_size=group,
+        symmetric=True,
+        number="e4m3",
+        block_rows=rows,
+        activations="dynamic",
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class QuantizedLinear:
     """A quantized weight W ≈ (codes − zero_points[:, g_idx]) · scales[:, g_idx].
 
-    codes: [out_features, in_features], uint8, 0 … 2^bits − 1
-    scales: [out_features, groups], float16/bfloat16/float32, as stored on disk
-    zero_points: [out_features, groups], uint8 (2^(bits−1) everywhere when symmetric)
+    codes: [out_features, in_features], uint8, 0 … 2^bits − 1; for float8 the bits of the value
+    scales: [out_features, groups], float16/bfloat16/float32, as stored on disk; rows of a block
+        repeat them
+    zero_points: [out_features, groups], uint8 (2^(bits−1) everywhere when symmetric, 0 for float8)
     g_idx: [in_features], int32, group of each input feature; None means index // group_size
     bias: [out_features] or None
     """
@@ -87,6 +137,9 @@ class QuantizedLinear:
 
     def dequantize(self) -> Tensor:
         """Return the weight [out_features, in_features], float32, computed from float32 scales."""
-        from qdeploy.quantization.numerics import dequantize
+        from qdeploy.quantization.numerics import dequantize, e4m3_values
 
+        if self.scheme.number == "e4m3":
+            values = e4m3_values(self.codes)
+            return dequantize(values, self.scales, self.zero_points, self.g_idx)
         return dequantize(self.codes, self.scales, self.zero_points, self.g_idx)

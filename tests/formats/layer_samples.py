@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+from qdeploy.quantization.scheme import Activations, QuantizedLinear, QuantScheme
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -48,6 +48,42 @@ def random_layer(
         zero_points=zeros,
         scheme=scheme,
         g_idx=g_idx,
+        bias=torch.rand(out_features, generator=generator).half() if bias else None,
+    )
+
+
+def random_fp8_layer(
+    out_features: int = 64,
+    in_features: int = 128,
+    *,
+    block_rows: int = 1,
+    group_size: int = -1,
+    activations: Activations | None = "dynamic",
+    seed: int = 0,
+    bias: bool = False,
+) -> QuantizedLinear:
+    """Every float8 but NaN, and float32 scales at random, in blocks as the scheme has them."""
+    generator = torch.Generator().manual_seed(seed)
+    scheme = QuantScheme(
+        bits=8,
+        group_size=group_size,
+        symmetric=True,
+        number="e4m3",
+        block_rows=block_rows,
+        activations=activations,
+    )
+    rows, columns = scheme.block(out_features, in_features)
+    grid = (-(-out_features // rows), -(-in_features // columns))
+    scales = torch.rand(grid, generator=generator) + 0.01
+    codes = torch.randint(0, 256, (out_features, in_features), generator=generator)
+    codes = torch.where(codes % 128 == 127, 0, codes).to(torch.uint8)
+    ragged = in_features % columns != 0
+    return QuantizedLinear(
+        codes=codes,
+        scales=scales.repeat_interleave(rows, 0)[:out_features],
+        zero_points=torch.zeros(out_features, grid[1], dtype=torch.uint8),
+        scheme=scheme,
+        g_idx=(torch.arange(in_features) // columns).int() if ragged else None,
         bias=torch.rand(out_features, generator=generator).half() if bias else None,
     )
 

@@ -1,0 +1,177 @@
+"""compressed-tensors' quantization config, as llm-compressor and we write it: formats.md §4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qdeploy.errors import FormatError
+from qdeploy.formats.fp8 import block_size
+from qdeploy.formats.weight_format import (
+    config_bool,
+    config_int,
+    config_names,
+    parsed_scheme,
+    refuse_changed,
+)
+from qdeploy.quantization.scheme import FP8_BLOCK, QuantScheme
+
+#: Keys that change what the bytes mean, and the values that this reader honours.
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "quantization_status": ("compressed",),
+    "sparsity_config": ({},),
+    "transform_config": ({},),
+    "moe_sparsity_config": ({},),
+}
+_WEIGHTS_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "block"),
+    "dynamic": (False,),
+    "actorder": ("group", "weight", "static"),
+}
+_INPUTS_ACCEPTED: dict[str, tuple[Any, ...]] = {"num_bits": (8,), "dynamic": (True, False)}
+#: What older versions called the same bytes.
+_PLAIN = "naive-quantized"
+
+
+def format_of(scheme: QuantScheme) -> str:
+    """compressed-tensors' own name of how such layers are stored."""
+    if scheme.number == "e4m3":
+        return "float-quantized"
+    return "int-quantized" if scheme.activations else "pack-quantized"
+
+
+def parse_compressed_tensors(config: Mapping[str, Any]) -> QuantScheme:
+    """The scheme that all groups share; FormatError for what can't be honoured.
+
+    The tensors show which layers are packed, so targets and `ignore` are only checked for sense.
+    """
+    refuse_changed(config, _ACCEPTED)
+    config_names(config, "ignore")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise FormatError(f"quantization config: config_groups={groups!r} is not a mapping")
+    schemes = [_group_scheme(str(name), group) for name, group in groups.items()]
+    if any(scheme != schemes[0] for scheme in schemes):
+        names = ", ".join(dict.fromkeys(scheme.name for scheme in schemes))
+        raise FormatError(
+            f"quantization config: config_groups mixes {names}; mixed precision in one checkpoint "
+            "is not read; requantize from the base model"
+        )
+    labels = [config.get("format"), *(group.get("format") for group in groups.values())]
+    for label in labels:
+        plain = label == _PLAIN and format_of(schemes[0]) != "pack-quantized"
+        if label is not None and label != format_of(schemes[0]) and not plain:
+            raise FormatError(
+                f"quantization config: format={label!r} is not read for {schemes[0].name}; "
+                f"accepted: {format_of(schemes[0])!r}; requantize from the base model"
+            )
+    return schemes[0]
+
+
+def compressed_tensors_config(scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
+    """The keys of compressed-tensors 0.20, one group for all linears but `ignore`."""
+    group = {
+        "targets": ["Linear"],
+        "weights": _weights(scheme),
+        "input_activations": _inputs(scheme),
+        "output_activations": None,
+        "format": format_of(scheme),
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_of(scheme),
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+    }
+
+
+def _weights(scheme: QuantScheme) -> dict[str, Any]:
+    grouped, block = scheme.group_size != -1, scheme.block_rows > 1
+    row = "tensor" if scheme.block_rows == -1 else "channel"
+    args = {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.number == "e4m3" else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "block" if block else "group" if grouped else row,
+        "group_size": scheme.group_size if grouped and not block else None,
+        "dynamic": False,
+    }
+    return args | {"block_structure": [scheme.block_rows, scheme.group_size]} if block else args
+
+
+def _inputs(scheme: QuantScheme) -> dict[str, Any] | None:
+    """As llm-compressor's presets have it: per token, or per 128 inputs of a token for blocks."""
+    if scheme.activations is None:
+        return None
+    static, block = scheme.activations == "static", scheme.block_rows > 1
+    return {
+        "num_bits": 8,
+        "type": "float" if scheme.number == "e4m3" else "int",
+        "symmetric": True,
+        "strategy": "tensor" if static else "group" if block else "token",
+        "group_size": FP8_BLOCK if block and not static else None,
+        "dynamic": not static,
+    }
+
+
+def _group_scheme(name: str, group: Any) -> QuantScheme:
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise FormatError(f"quantization config: {name} of config_groups has no weights")
+    weights: Mapping[str, Any] = group["weights"]
+    refuse_changed(weights, _WEIGHTS_ACCEPTED)
+    bits = config_int(weights, "num_bits")
+    number = "e4m3" if weights.get("type") == "float" else "int"
+    if number == "e4m3" and bits != 8:
+        raise FormatError(f"quantization config: {bits}-bit floats are not read; accepted: 8")
+    rows, columns = _scale_block(weights, number)
+    return parsed_scheme(
+        bits=bits,
+        group_size=columns,
+        symmetric=config_bool(weights, "symmetric", True),
+        act_order=weights.get("actorder") == "group",
+        number=number,
+        block_rows=rows,
+        activations=_activations(group, weights),
+    )
+
+
+def _scale_block(weights: Mapping[str, Any], number: str) -> tuple[int, int]:
+    """(block_rows, group_size) of a scheme. Integers of one scale a tensor are given one a row."""
+    strategy = weights.get("strategy") or _strategy_of_old(weights)
+    if strategy == "group":
+        return 1, config_int(weights, "group_size")
+    if strategy == "block":
+        if number == "int":
+            raise FormatError("quantization config: integers in blocks are not read")
+        value = weights.get("block_structure")
+        if isinstance(value, str):  # "128x128" of older versions
+            value = [int(n) if n.isdigit() else 0 for n in value.split("x")]
+        if value is None:
+            raise FormatError("quantization config: 'block_structure' is missing; add it")
+        return block_size(value, "block_structure")
+    return -1 if strategy == "tensor" and number == "e4m3" else 1, -1
+
+
+def _strategy_of_old(weights: Mapping[str, Any]) -> str:
+    """What a missing strategy means to compressed-tensors."""
+    size = weights.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
+def _activations(group: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return None
+    if not isinstance(inputs, Mapping):
+        raise FormatError(f"quantization config: input_activations={inputs!r} is not a mapping")
+    refuse_changed(inputs, _INPUTS_ACCEPTED)
+    if inputs.get("type", "int") != weights.get("type", "int"):
+        raise FormatError(
+            f"quantization config: inputs of type {inputs.get('type')!r} to weights of type "
+            f"{weights.get('type')!r} are not read; requantize from the base model"
+        )
+    return "dynamic" if config_bool(inputs, "dynamic", False) else "static"

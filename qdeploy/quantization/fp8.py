@@ -1,0 +1,99 @@
+"""FP8 weights: E4M3 values, a scale for each row or each block of 128 x 128; no calibration.
+
+Scales are absmax / 448 and are rounded to their dtype on disk before anything is computed from
+them, so that the codes belong to the scales that a reader sees.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.numerics import e4m3_codes, expand_groups, storable_scales
+from qdeploy.quantization.rtn import stored_bias
+from qdeploy.quantization.scheme import E4M3_MAX, QuantizedLinear, QuantScheme
+
+
+def fp8_quantize(
+    weight: Tensor,
+    scheme: QuantScheme,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    bias: Tensor | None = None,
+) -> QuantizedLinear:
+    """Nearest E4M3 values of weight [out, in], any float dtype; inputs are untouched.
+
+    scale_dtype: of the scales on disk. A last block may be smaller than the others.
+    """
+    out_features, in_features = weight.shape
+    rows, columns = scheme.block(out_features, in_features)
+    largest = block_largest(weight.float().abs(), rows, columns)
+    scales = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    scales = storable_scales(scales, scale_dtype).repeat_interleave(rows, dim=0)[:out_features]
+    g_idx = short_last_group(in_features, columns)
+    spread = expand_groups(scales.float(), in_features, g_idx)
+    return QuantizedLinear(
+        codes=e4m3_codes(weight.float() / spread),
+        scales=scales.contiguous(),
+        zero_points=torch.zeros(scales.shape, dtype=torch.uint8),
+        scheme=scheme,
+        g_idx=g_idx,
+        bias=bias,
+    )
+
+
+def block_largest(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
+    """The largest value of each block of magnitudes [out, in]: [⌈out/rows⌉, ⌈in/columns⌉]."""
+    out_features, in_features = magnitudes.shape
+    padded = pad(magnitudes, (0, -in_features % columns, 0, -out_features % rows))
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
+    return torch.amax(blocks, (1, 3))
+
+
+def short_last_group(in_features: int, group: int) -> Tensor | None:
+    """g_idx where the last group is smaller than the others; None where all are full."""
+    if in_features % group == 0:
+        return None
+    return (torch.arange(in_features) // group).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Every target rounded on its own."""
+
+    needs_calibration: bool = False
+
+    def check(self, model_type: str) -> None:
+        """Any architecture."""
+
+    def quantize_layer(self, context: LayerContext) -> LayerOutcome:
+        """`loss` is the mean squared error of the weight."""
+        outcome = LayerOutcome(linears={})
+        for name in context.targets:
+            start = time.monotonic()
+            weight = context.linear(name).weight.detach()
+            q = fp8_quantize(
+                weight,
+                context.scheme,
+                scale_dtype=_scale_dtype(context, name),
+                bias=stored_bias(context, name),
+            )
+            outcome.linears[name] = q
+            loss = (q.dequantize() - weight).square().mean().item()
+            report = LinearReport(name=name, loss=loss, seconds=time.monotonic() - start)
+            outcome.reports.append(report)
+        return outcome
+
+
+def _scale_dtype(context: LayerContext, name: str) -> torch.dtype:
+    """float32 for blocks; the model's own dtype for rows: compressed-tensors rounds to that."""
+    if context.scheme.group_size != -1:
+        return torch.float32
+    dtype = context.store_dtypes[f"{name}.weight"]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
