@@ -10,6 +10,7 @@ int64_t least_tile_bytes(const qd_matrix& m) {
     const int64_t cols = m.cols;
     if (m.kind == QD_F32) return cols * 128;
     if (m.kind == QD_BF16) return (cols + 1) / 2 * 128;
+    if (m.kind == QD_FP8) return (cols + 3) / 4 * 128 + (cols + m.group - 1) / m.group * 128;
     const int64_t codes = m.kind == QD_W4 ? cols * 16 : cols * 32;
     return codes + cols / m.group * (m.symmetric ? 64 : 96);
 }
@@ -18,10 +19,13 @@ int64_t least_tile_bytes(const qd_matrix& m) {
 
 void check(const qd_matrix& m, const char* name, int rows, int cols) {
     require(m.rows == rows && m.cols == cols, "%s is [%d, %d]; the model needs [%d, %d]", name, m.rows, m.cols, rows, cols);
-    require(m.kind >= QD_W4 && m.kind <= QD_F32, "%s has the unknown kind %d", name, m.kind);
+    require(m.kind >= QD_W4 && m.kind <= QD_FP8, "%s has the unknown kind %d", name, m.kind);
     if (m.kind <= QD_W8)
         require(m.group >= 8 && m.group % 8 == 0 && m.cols % m.group == 0,
                 "%s has groups of %d; they must be multiples of 8 that divide %d", name, m.group, m.cols);
+    if (m.kind == QD_FP8)
+        require(m.group >= 1 && (m.group % 4 == 0 || m.group == m.cols),
+                "%s has groups of %d; they must be a multiple of 4, or all of %d columns", name, m.group, m.cols);
     require(m.tiles != nullptr && (uintptr_t)m.tiles % 64 == 0, "%s has no tiles, or not at a multiple of 64", name);
     require(m.tile_bytes >= least_tile_bytes(m) && m.tile_bytes % 64 == 0, "%s has tiles of %d bytes", name, (int)m.tile_bytes);
     for (int i = 0; m.permutation && i < m.cols; i++)

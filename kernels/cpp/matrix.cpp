@@ -12,6 +12,12 @@ QD_INLINE int64_t group_bytes(const qd_matrix& m, int bits) {
     return code_bytes(m, bits) + ZEROS + (m.symmetric ? 0 : TILE);
 }
 
+// FP8: where the codes of the group that begins at column `first` end, padding included.
+QD_INLINE int64_t fp8_group_end(const qd_matrix& m, int64_t first) {
+    const int64_t end = first + m.group < m.cols ? first + m.group : m.cols;
+    return round_up(end, 4);
+}
+
 QD_INLINE int32_t four(const int8_t* p) {
     int32_t value;
     std::memcpy(&value, p, 4);
@@ -139,6 +145,41 @@ template <int ROWS> void pairs_tile(const qd_matrix& m, const uint8_t* tile, con
         for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
 }
 
+// Float8 weights: Σ x · value per group, in bfloat16 pairs or (FLOAT) in float32, times the scale.
+template <int ROWS, bool FLOAT>
+void fp8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+    const int64_t width = FLOAT ? a.width : a.width / 2;
+    const uint32_t* x = (FLOAT ? (const uint32_t*)a.floats : a.pairs) + row * width;
+    F out[ROWS][2];
+    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    for (int64_t first = 0; first < m.cols; first += m.group) {
+        F acc[ROWS][2];
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = zero();
+        for (int64_t k = first, last = fp8_group_end(m, first); k < last; k += 4, tile += 128)
+            for (int h = 0; h < 2; h++) {
+                I pairs[2];
+                widen_fp8(load_i(tile + h * 64), pairs);
+                for (int p = 0; p < 2; p++)
+                    for (int r = 0; r < ROWS; r++) {
+                        const uint32_t* at = x + r * width + (FLOAT ? k + 2 * p : k / 2 + p);
+                        if (!FLOAT) {
+                            acc[r][h] = pair_dot(acc[r][h], set_i((int32_t)at[0]), pairs[p]);
+                            continue;
+                        }
+                        const F even = from_bits(shift_left<16>(pairs[p]));
+                        const F odd = from_bits(and_i(pairs[p], set_i((int32_t)0xffff0000u)));
+                        acc[r][h] = fma(even, from_bits(set_i((int32_t)at[0])), acc[r][h]);
+                        acc[r][h] = fma(odd, from_bits(set_i((int32_t)at[1])), acc[r][h]);
+                    }
+            }
+        for (int r = 0; r < ROWS; r++)
+            for (int h = 0; h < 2; h++) out[r][h] = fma(acc[r][h], load((const float*)tile + h * LANES), out[r][h]);
+        tile += 128;
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+}
+
 // Dense weights in float32 arithmetic; BF16 widens them on the way.
 template <int ROWS, bool BF16>
 void float_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
@@ -174,16 +215,35 @@ const TileKernel INT8_KERNELS[2][2][6] = {
 };
 const TileKernel EXACT_KERNELS[2][6] = {QD_ROWS(exact_tile, QD_COMMA 4), QD_ROWS(exact_tile, QD_COMMA 8)};
 const TileKernel PAIRS_KERNELS[6] = QD_ROWS(pairs_tile, );
+const TileKernel FP8_KERNELS[2][6] = {QD_ROWS(fp8_tile, QD_COMMA false), QD_ROWS(fp8_tile, QD_COMMA true)};
 const TileKernel FLOAT_KERNELS[2][6] = {QD_ROWS(float_tile, QD_COMMA true), QD_ROWS(float_tile, QD_COMMA false)};
 
 }  // namespace
 
 const TileKernel* tile_kernels(const qd_matrix& m, int act_mode) {
+    if (m.kind == QD_FP8) return FP8_KERNELS[act_mode == QD_ACT_FP32];
     const bool dense = m.kind == QD_BF16 || m.kind == QD_F32;
     switch (form_of(m, act_mode)) {
         case Form::INT8: return INT8_KERNELS[m.kind == QD_W8][m.symmetric != 0];
         case Form::PAIRS: return PAIRS_KERNELS;
         default: return dense ? FLOAT_KERNELS[m.kind == QD_F32] : EXACT_KERNELS[m.kind == QD_W8];
+    }
+}
+
+// p: the row's bytes of the first four columns.
+static void dequantize_fp8_row(const qd_matrix& m, const uint8_t* p, float* out) {
+    for (int64_t first = 0; first < m.cols; first += m.group) {
+        const int64_t last = fp8_group_end(m, first);
+        float scale, values[LANES];
+        std::memcpy(&scale, p + (last - first) / 4 * 128, 4);
+        for (int64_t k = first; k < last; k += 4, p += 128) {
+            const int32_t four[4] = {p[0], p[2], p[1], p[3]};
+            for (int64_t i = 0; i < 4 && k + i < m.cols; i++) {
+                store(values, e4m3_value(set_i(four[i])));
+                out[k + i] = values[0] * scale;
+            }
+        }
+        p += 128;
     }
 }
 
@@ -201,6 +261,7 @@ void dequantize_row(const qd_matrix& m, int64_t row, float* out) {
         }
         return;
     }
+    if (m.kind == QD_FP8) return dequantize_fp8_row(m, tile + half * 64 + lane * 4, out);
     const bool w4 = m.kind == QD_W4;
     const int width = w4 ? 4 : 8;
     for (int64_t g = 0; g < m.cols / m.group; g++) {

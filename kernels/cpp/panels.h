@@ -29,12 +29,6 @@ QD_INLINE int64_t panel_bytes(Panel kind, int64_t elements) {
     }
 }
 
-QD_INLINE F e4m3_value(I byte) {  // the bits as a float32 of exponent − 120, then scaled; 0x7f is NaN
-    const I sign = shift_left<24>(and_i(byte, set_i(0x80)));
-    const F magnitude = mul(from_bits(shift_left<20>(and_i(byte, set_i(0x7f)))), set(0x1p120f));
-    return from_bits(or_i(bits(magnitude), sign));
-}
-
 QD_INLINE I widen_e4m3(const uint8_t* p) {
     const I even = bits(e4m3_value(load_u8(p))), odd = bits(e4m3_value(load_u8(p + 16)));
     return or_i(shift_right<16>(even), odd);

@@ -10,18 +10,23 @@
 //         zero points [32], so that a tile is read from end to end (three times the speed of scales
 //         that lie apart). W4 holds codes of 2, 3 and 4 bits. weight = (code − zero) · scale; a
 //         symmetric matrix has zero = 8 (W4) or 128 (W8).
+//   FP8   for each 4 columns k (the last ones padded): [2 halves][16 lanes][4 bytes], float8 (E4M3) of
+//         the columns k, k + 2, k + 1, k + 3: so they widen to pairs of bfloat16, exactly. After the
+//         codes of each group its float32 scales [32]; weight = value · scale.
 //   BF16  for each 2 columns k (the last one padded): [2 halves][16 lanes][2] bfloat16
 //   F32   for each column: [2 halves][16 lanes] float32
 // group divides cols and is a multiple of 8 (W4, W8); it is also the group of dynamic int8 activations.
+// FP8: group is a multiple of 4, or cols; the last group may be smaller. Its activations are bfloat16,
+// as those of BF16 matrices; float32 in the mode QD_ACT_FP32.
 // gate_up holds row r of gate in half 0 and row r of up in half 1 of tile r / 16; its `rows` is
 // twice the inner size.
 #pragma once
 #include <stdint.h>
 
 #define QD_API extern "C" __attribute__((visibility("default")))
-#define QD_ABI_VERSION 3
+#define QD_ABI_VERSION 4
 
-enum qd_kind { QD_W4 = 0, QD_W8 = 1, QD_BF16 = 2, QD_F32 = 3 };
+enum qd_kind { QD_W4 = 0, QD_W8 = 1, QD_BF16 = 2, QD_F32 = 3, QD_FP8 = 4 };
 enum qd_activation { QD_SILU = 0, QD_GELU_TANH = 1, QD_GELU = 2 };
 enum qd_act_mode { QD_ACT_INT8 = 0, QD_ACT_FP32 = 1 };
 enum qd_kv_dtype { QD_KV_BF16 = 0, QD_KV_INT8 = 1, QD_KV_INT4 = 2, QD_KV_K8V4 = 3, QD_KV_FP8 = 4 };

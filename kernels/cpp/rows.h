@@ -22,7 +22,7 @@ enum class Form { INT8, PAIRS, FLOAT };
 
 QD_INLINE Form form_of(const qd_matrix& m, int act_mode) {
     if (act_mode == QD_ACT_FP32 || m.kind == QD_F32) return Form::FLOAT;
-    return m.kind == QD_BF16 ? Form::PAIRS : Form::INT8;
+    return m.kind == QD_BF16 || m.kind == QD_FP8 ? Form::PAIRS : Form::INT8;
 }
 
 // Rows of activations in one form. INT8: codes[row][width], and per group a scale and the sum of

@@ -21,6 +21,13 @@ namespace qd {
 constexpr int LANES = 16;
 
 // Pairs of bfloat16: a lane holds an even element in its low half and an odd one in its high half.
+// A float8 (E4M3): the bits as a float32 of exponent − 120, then scaled; 0x7f gives 480, not NaN.
+QD_INLINE F e4m3_value(I byte) {
+    const I sign = shift_left<24>(and_i(byte, set_i(0x80)));
+    const F magnitude = mul(from_bits(shift_left<20>(and_i(byte, set_i(0x7f)))), set(0x1p120f));
+    return from_bits(or_i(bits(magnitude), sign));
+}
+
 #ifndef QD_ISA_AVX512  // which has instructions for these
 // Sums and maxima of four vectors each, to out[0 … 3].
 QD_INLINE void sum4(const F (&x)[4], float* out) {
@@ -34,6 +41,14 @@ QD_INLINE void sum4_i(const I (&x)[4], int32_t* out) {
 }
 QD_INLINE void largest4_i(const I (&x)[4], int32_t* out) {
     for (int i = 0; i < 4; i++) out[i] = largest_i(x[i]);
+}
+// 4 bytes a lane of float8, elements 0, 2, 1, 3 → pairs (0, 1) and (2, 3).
+QD_INLINE void widen_fp8(I v, I (&out)[2]) {
+    const I byte = set_i(255);
+    const I even = bits(e4m3_value(and_i(v, byte))), odd = bits(e4m3_value(and_i(shift_right<16>(v), byte)));
+    out[0] = or_i(shift_right<16>(even), odd);
+    const I third = bits(e4m3_value(and_i(shift_right<8>(v), byte))), fourth = bits(e4m3_value(shift_right<24>(v)));
+    out[1] = or_i(shift_right<16>(third), fourth);
 }
 // acc + even · even + odd · odd of bfloat16 pairs.
 QD_INLINE F pair_dot(F acc, I x, I y) {

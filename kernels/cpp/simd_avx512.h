@@ -99,6 +99,24 @@ QD_INLINE void store_half(uint16_t* p, F x) {
 QD_INLINE void store_pairs(uint32_t* p, F first, F second) {
     _mm512_storeu_si512(p, (I)_mm512_cvtne2ps_pbh(second, first));
 }
+// 16-bit words with a float8 (E4M3) in their high byte → bfloat16. Normal numbers need their exponent
+// moved by 120; others are looked up by their three bits. rare: whether there is any other.
+QD_INLINE I fp8_words(I v, bool rare) {
+    const I moved = _mm512_and_si512(_mm512_srai_epi16(v, 4), _mm512_set1_epi16((short)0x87f0));
+    const I normal = _mm512_add_epi16(moved, _mm512_set1_epi16(0x3c00));
+    if (__builtin_expect(!rare, 1)) return normal;
+    const I table = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __mmask32 small = _mm512_testn_epi16_mask(v, _mm512_set1_epi16(0x7800));
+    const I value = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table);
+    const I sign = _mm512_and_si512(v, _mm512_set1_epi16((short)0x8000));
+    return _mm512_mask_mov_epi16(normal, small, _mm512_or_si512(value, sign));
+}
+// 4 bytes a lane of float8, elements 0, 2, 1, 3 → pairs (0, 1) and (2, 3).
+QD_INLINE void widen_fp8(I v, I (&out)[2]) {
+    const bool rare = _mm512_testn_epi8_mask(v, _mm512_set1_epi8(0x78)) != 0;
+    out[0] = fp8_words(_mm512_slli_epi16(v, 8), rare);
+    out[1] = fp8_words(v, rare);
+}
 // acc + even · even + odd · odd of bfloat16 pairs.
 QD_INLINE F pair_dot(F acc, I a, I b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from qdeploy.errors import GateError, UsageError
 from qdeploy.formats.manifest import AccuracyRecord, Manifest
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.runtime.executors import ACT_MODES
 
 
 def check_verified(
@@ -75,9 +76,10 @@ def _remarks(record: AccuracyRecord, backend: str, act: str, artifact: str) -> l
     if record.passed is None:
         remarks.append(f"accuracy of {artifact} was measured, but against no gate")
     if backend != "auto" and (record.backend, record.act) != (backend, act):
+        option = f" --act {act}" if act in ACT_MODES else ""  # others are a backend's own
         remarks.append(
             f"accuracy of {artifact} was measured on the {record.backend} backend with "
             f"{record.act} activations, this is {backend} with {act}; `qdeploy eval {artifact} "
-            f"--backend {backend} --act {act}` measures it here"
+            f"--backend {backend}{option}` measures it here"
         )
     return remarks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +14,7 @@ from qdeploy.formats.artifact import ArtifactWriter
 from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import BaseModelRecord, EmbeddingsRecord, Manifest
 from qdeploy.formats.weight_format import WEIGHT_FORMATS
+from qdeploy.quantization.fp8 import fp8_quantize
 from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import Bits, QuantizedLinear, QuantScheme
 from tiny_models import tiny_checkpoint
@@ -24,6 +25,7 @@ class WeightKind:
     """A file format and a scheme.
 
     embeddings: bits of token tables, rounded at load; dense: the linear that stays dense
+    block_rows: of float8, whose groups are a block's columns; None for integers
     """
 
     format: str
@@ -33,6 +35,12 @@ class WeightKind:
     act_order: bool = False
     embeddings: int | None = None
     dense: str = "lm_head"
+    block_rows: int | None = None
+
+    @property
+    def act(self) -> str | None:
+        """The mode in which activations are rounded most: float8 weights know no int8."""
+        return "int8" if self.block_rows is None else None
 
     def scheme(self) -> QuantScheme:
         return QuantScheme(
@@ -40,7 +48,14 @@ class WeightKind:
             group_size=self.group,
             symmetric=self.symmetric,
             act_order=self.act_order,
+            number="int" if self.block_rows is None else "e4m3",
+            block_rows=self.block_rows or 1,
+            activations=None if self.block_rows is None else "dynamic",
         )
+
+
+def _float8(**more: Any) -> WeightKind:
+    return WeightKind(format="compressed-tensors", bits=8, symmetric=True, **more)
 
 
 KINDS = {
@@ -54,6 +69,11 @@ KINDS = {
     "8 bits symmetric rows": WeightKind(format="gptq", bits=8, symmetric=True, group=-1),
     "4-bit tables": WeightKind(format="gptq", symmetric=True, embeddings=4),
     "8-bit tables": WeightKind(format="awq", embeddings=8),
+    "float8 rows": _float8(block_rows=1, group=-1),
+    "float8 tensors": _float8(block_rows=-1, group=-1),
+    "float8 blocks": _float8(block_rows=16, group=32),
+    "float8 beside a dense part": _float8(block_rows=1, group=-1, dense="k_proj"),
+    "packed words": WeightKind(format="compressed-tensors"),
     "a dense part": WeightKind(format="awq", dense="k_proj"),
 }
 
@@ -99,6 +119,8 @@ def bfloat16_checkpoint(arch: str, folder: Path) -> Path:
 
 def _rounded(weight: Tensor, scheme: QuantScheme) -> QuantizedLinear:
     """Linears of the same input share their order of columns, as GPTQ's do."""
+    if scheme.number == "e4m3":
+        return fp8_quantize(weight, scheme)
     if not scheme.act_order:
         return rtn_quantize(weight, scheme)
     columns = weight.shape[1]

@@ -18,7 +18,7 @@ TOKENS = torch.randint(0, 256, (75,), generator=torch.Generator().manual_seed(5)
 BF16 = KVCacheConfig(block_size=16)
 
 
-def logits(folder: Path, backend: str, act: str, kv: KVCacheConfig = BF16) -> Tensor:
+def logits(folder: Path, backend: str, act: str | None, kv: KVCacheConfig = BF16) -> Tensor:
     executor = load_executor(folder, backend=backend, act=act, kv_config=kv, threads=1)
     return run_chunks(executor, TOKENS, [40, 41, 75])
 
@@ -30,7 +30,7 @@ def difference(folder: Path, act: str, kv: KVCacheConfig = BF16) -> float:
     return float(worst / expected.abs().max())
 
 
-def divergence(folder: Path, act: str, kv: KVCacheConfig = BF16) -> float:
+def divergence(folder: Path, act: str | None, kv: KVCacheConfig = BF16) -> float:
     """Mean KL of the cpu executor's distributions from the reference's, nats."""
     p = logits(folder, "reference", "fp32", kv).double().log_softmax(-1)
     q = logits(folder, "cpu", act, kv).double().log_softmax(-1)
@@ -47,7 +47,7 @@ def test_every_architecture(arch: str, isa: str, tmp_path: Path) -> None:
 def test_every_kind_of_weight(kind: str, isa: str, tmp_path: Path) -> None:
     folder = quantized_checkpoint("llama", tmp_path, KINDS[kind])
     assert difference(folder, "fp32") < 1e-5
-    assert divergence(folder, "int8") < 0.02
+    assert divergence(folder, KINDS[kind].act) < 0.02
 
 
 def test_a_bfloat16_model(isa: str, tmp_path: Path) -> None:

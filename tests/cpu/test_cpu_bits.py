@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized_checkpoint("llama", tmp_path_factory.mktemp("q"), KINDS["4-bit tables"])
 
 
-def load(folder: Path, kv: KVCacheConfig = INT4, threads: int = 1, act: str = "int8") -> Executor:
+def load(
+    folder: Path, kv: KVCacheConfig = INT4, threads: int = 1, act: str | None = "int8"
+) -> Executor:
     return load_executor(folder, backend="cpu", kv_config=kv, threads=threads, act=act)
 
 
@@ -108,6 +110,16 @@ def test_a05_every_bit_width_keeps_its_bits(bits: int, tmp_path: Path) -> None:
     executor = load(quantized_checkpoint("qwen2", tmp_path, kind))
     whole = run_chunks(executor, PROMPT, [LENGTH])
     assert torch.equal(run_chunks(executor, PROMPT, [20, 21, 22, LENGTH]), whole)
+
+
+@pytest.mark.parametrize("kind", ["float8 rows", "float8 blocks"])
+def test_a05_float8_keeps_its_bits(kind: str, isa: str, tmp_path: Path) -> None:
+    path = quantized_checkpoint("llama", tmp_path, KINDS[kind])
+    for act in (None, "fp32"):
+        whole = run_chunks(load(path, act=act), PROMPT, [LENGTH])
+        executor = load(path, act=act, threads=3)
+        for bounds in ([20, 21, 22, LENGTH], range(1, LENGTH + 1)):
+            assert torch.equal(run_chunks(executor, PROMPT, bounds), whole)
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)

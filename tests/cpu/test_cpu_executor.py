@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cpu.conftest import ISAS
+from cpu.quantized_models import KINDS, quantized_checkpoint
 from formats.layer_samples import random_layer
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
@@ -121,6 +122,14 @@ def test_activations_are_said_and_never_ignored(folder: Path) -> None:
         load_executor(folder, backend="reference", act="int8", kv_config=KV)
     with pytest.raises(UsageError, match=r"act 'int4'.*int8, fp32"):
         load_executor(folder, act="int4", kv_config=KV)
+
+
+def test_activations_of_float8_are_bfloat16(tmp_path: Path) -> None:
+    folder = quantized_checkpoint("llama", tmp_path, KINDS["float8 rows"])
+    for act, expected in ((None, "bf16"), ("fp32", "fp32")):
+        assert load_executor(folder, backend="cpu", act=act, kv_config=KV).act == expected
+    with pytest.raises(UsageError, match=r"act 'int8' is for integer weights.*--act fp32"):
+        load_executor(folder, backend="cpu", act="int8", kv_config=KV)
 
 
 def test_llm_takes_act(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cpu.conftest import ISAS
 from cpu.tile_oracle import unpack
-from formats.layer_samples import random_layer
+from formats.layer_samples import random_fp8_layer, random_layer
 from qdeploy.models.spec import spec_from_config
 from qdeploy.quantization.scheme import Bits, QuantScheme
 from qdeploy.runtime.executors.cpu import CpuModel
@@ -66,7 +66,7 @@ def linear(isa: str, act: ActMode, matrix: TileMatrix, x: Tensor) -> Tensor:
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[TileMatrix, Tensor]:
     """A packed matrix and input rows; activations of one row differ by magnitudes."""
-    kind = draw(st.sampled_from(["2", "3", "4", "8", "bf16", "f32"]))
+    kind = draw(st.sampled_from(["2", "3", "4", "8", "fp8", "bf16", "f32"]))
     rows, seed = draw(st.integers(1, 100)), draw(st.integers(0, 99))
     generator = torch.Generator().manual_seed(seed)
     part: Weight
@@ -80,6 +80,10 @@ def matrices(draw: st.DrawFn) -> tuple[TileMatrix, Tensor]:
             act_order=draw(st.booleans()),
         )
         part = random_layer(scheme, rows, cols, seed=seed)
+    elif kind == "fp8":
+        cols = draw(st.integers(1, 300))
+        group = draw(st.sampled_from([-1, 8, 64, 128]))
+        part = random_fp8_layer(rows, cols, group_size=group, seed=seed)
     else:
         cols = draw(st.integers(1, 200))
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
@@ -125,10 +129,10 @@ def test_fp32_activations_are_exact_to_rounding(name: str, case: tuple[TileMatri
 def test_int8_activations_err_by_half_a_step_at_most(
     name: str, case: tuple[TileMatrix, Tensor]
 ) -> None:
-    """Those of a bfloat16 matrix are rounded to bfloat16, those of float32 not at all."""
+    """Those of bfloat16 and float8 matrices are rounded to bfloat16, of float32 not at all."""
     matrix, x = case
     expected, size = exact(matrix, x)
-    slack: Any = 2.0**-8 * size if matrix.kind is Kind.BF16 else 0
+    slack: Any = 2.0**-8 * size if matrix.kind in (Kind.BF16, Kind.FP8) else 0
     if matrix.kind in (Kind.W4, Kind.W8):
         slack = int8_slack(matrix, x)
     error = (linear(name, ActMode.INT8, matrix, x).double() - expected).abs()
@@ -153,15 +157,33 @@ def test_a_row_has_the_same_bits_among_any_others(
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_stays_alone(name: str, act: ActMode, bad: float) -> None:
     """P5; and what it gives is never a number that looks right."""
-    for bits in (4, 8):
-        scheme = QuantScheme(bits=cast(Bits, bits), group_size=32)
-        matrix = pack_matrix([random_layer(scheme, 40, 96)], [None])
+    parts: list[Weight] = [
+        *(random_layer(QuantScheme(bits=bits, group_size=32), 40, 96) for bits in (4, 8)),
+        *(random_fp8_layer(40, 96, group_size=group) for group in (-1, 32)),
+    ]
+    for part in parts:
+        matrix = pack_matrix([part], [None])
         x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
         clean = linear(name, act, matrix, x)
         x[3, 50] = bad
         out = linear(name, act, matrix, x)
         assert torch.equal(out[[0, 1, 2, 4, 5, 6]], clean[[0, 1, 2, 4, 5, 6]])
         assert not out[3].isfinite().any()
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("act", ActMode)
+def test_x12_every_float8_is_widened_exactly(name: str, act: ActMode) -> None:
+    """Subnormals, both zeros, and the largest; each value comes out as it is, at every place."""
+    codes = torch.tensor([c for c in range(256) if c % 128 != 127], dtype=torch.uint8)
+    part = random_fp8_layer(len(codes), 8)
+    for column in range(8):
+        part.codes.fill_(1)
+        part.codes[:, column], part.scales[:] = codes, 1
+        x = torch.zeros(1, 8)
+        x[0, column] = 1
+        out = linear(name, act, pack_matrix([part], [None]), x)
+        assert torch.equal(out[0], codes.view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -173,6 +195,12 @@ def test_wrong_matrices_are_named(name: str) -> None:
         struct = matrix.struct()
         setattr(struct, field, value)
         call = owner.library.cdll.qd_linear
+        assert call(owner.handle, byref(struct), x.data_ptr(), 1, out.data_ptr())
+        assert "matrix" in owner.library.error()
+    matrix = pack_matrix([random_fp8_layer(40, 96, group_size=32)], [None])
+    for field, value in (("kind", 5), ("group", 0), ("group", 6), ("group", -4), ("tile_bytes", 0)):
+        struct = matrix.struct()
+        setattr(struct, field, value)
         assert call(owner.handle, byref(struct), x.data_ptr(), 1, out.data_ptr())
         assert "matrix" in owner.library.error()
 

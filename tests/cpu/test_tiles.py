@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpu.tile_oracle import unpack
-from formats.layer_samples import random_layer
+from formats.layer_samples import random_fp8_layer, random_layer
 from qdeploy.quantization.scheme import Bits, QuantizedLinear, QuantScheme
 from qdeploy_kernels.cpu.abi import Kind
 from qdeploy_kernels.cpu.fusion import Weight, pack_matrix, tile_group
@@ -37,7 +37,7 @@ def joined(parts: list[Weight]) -> Tensor:
 
 def check(parts: list[Weight], **options: Any) -> TileMatrix:
     packed = pack_matrix(parts, [None] * len(parts), **options)
-    assert torch.equal(unpack(packed), joined(parts))
+    assert torch.equal(unpack(packed).float(), joined(parts).float())
     assert (packed.rows, packed.cols) == (
         sum(map(len, map(dense, parts))),
         dense(parts[0]).shape[1],
@@ -63,6 +63,25 @@ def test_a_quantized_matrix_keeps_every_weight(
     assert packed.kind is (Kind.W8 if bits == 8 else Kind.W4)
     assert packed.group == group
     assert packed.symmetric or not symmetric
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 300),
+    group=st.sampled_from([-1, 8, 128]),
+    block_rows=st.sampled_from([1, 40, -1]),
+    seed=st.integers(0, 99),
+)
+def test_float8_keeps_every_weight_in_a_byte(
+    rows: int, cols: int, group: int, block_rows: int, seed: int
+) -> None:
+    part = random_fp8_layer(rows, cols, block_rows=block_rows, group_size=group, seed=seed)
+    packed = check([part])
+    assert packed.kind is Kind.FP8
+    groups = part.scales.shape[1]
+    padding = 4 * groups  # each group is filled to fours
+    assert packed.tiles.shape[1] <= 32 * (cols + padding) + 128 * groups
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -156,6 +175,10 @@ MIXES: dict[str, tuple[list[Weight], Kind]] = {
     "low bits": ([layer(2, 16, 9, 64), layer(3, 16, 30, 64), layer(4, 16, 1, 64)], Kind.W4),
     "groups": ([layer(4, 16, 9, 96), layer(4, 24, 30, 96)], Kind.W4),
     "symmetry": ([layer(4, 16, 9, 64, symmetric=True), layer(4, 16, 30, 64)], Kind.W4),
+    "float8": ([random_fp8_layer(9, 64), random_fp8_layer(30, 64, block_rows=-1)], Kind.FP8),
+    "float8 groups": ([random_fp8_layer(9, 64), random_fp8_layer(8, 64, group_size=16)], Kind.FP8),
+    "float8 and integers": ([random_fp8_layer(9, 64), layer(8, 16, 30, 64)], Kind.F32),
+    "float8 and dense": ([random_fp8_layer(9, 64), torch.ones(4, 64)], Kind.F32),
     "dense": ([layer(4, 16, 9, 64), torch.ones(4, 64)], Kind.F32),
     "dtypes": ([torch.ones(4, 64), torch.ones(4, 64, dtype=torch.bfloat16)], Kind.BF16),
 }

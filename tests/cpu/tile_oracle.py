@@ -29,6 +29,8 @@ def _row(matrix: TileMatrix, data: bytes, row: int) -> list[float]:
         return [struct.unpack_from("<f", data, (k * 32 + row) * 4)[0] for k in range(matrix.cols)]
     if matrix.kind is Kind.BF16:
         return [_bfloat16(data, (k // 2 * 32 + row) * 4 + k % 2 * 2) for k in range(matrix.cols)]
+    if matrix.kind is Kind.FP8:
+        return _fp8_row(matrix, data, row)
     per_byte = 2 if matrix.kind is Kind.W4 else 1
     codes = 32 * matrix.group // per_byte
     stride = codes + (64 if matrix.symmetric else 96)
@@ -39,6 +41,25 @@ def _row(matrix: TileMatrix, data: bytes, row: int) -> list[float]:
         zero = group[codes + 64 + row] if not matrix.symmetric else 128 // 16 ** (per_byte - 1)
         weights.append((_code(matrix.kind, group, k % matrix.group, row) - zero) * scale)
     return weights
+
+
+def _fp8_row(matrix: TileMatrix, data: bytes, row: int) -> list[float]:
+    weights, at = [], 0
+    for first in range(0, matrix.cols, matrix.group):
+        count = min(matrix.group, matrix.cols - first)
+        codes, at = at, at + 32 * (count + -count % 4)
+        (scale,) = struct.unpack_from("<f", data, at + 4 * row)
+        at += 128
+        for k in range(count):
+            byte = data[codes + (k // 4 * 32 + row) * 4 + (0, 2, 1, 3)[k % 4]]
+            weights.append(_e4m3(byte) * scale)
+    return weights
+
+
+def _e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -size if byte & 128 else size
 
 
 def _code(kind: Kind, data: bytes, k: int, row: int) -> int:

@@ -9,7 +9,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class Kind(IntEnum):
@@ -19,6 +19,7 @@ class Kind(IntEnum):
     W8 = 1
     BF16 = 2
     F32 = 3
+    FP8 = 4
 
 
 class Activation(IntEnum):

@@ -17,6 +17,7 @@ from qdeploy_kernels.cpu.tiles import (
     interleave_rows,
     pack_codes,
     pack_dense,
+    pack_fp8,
     stack_rows,
 )
 
@@ -28,9 +29,17 @@ class _Scheme(Protocol):
     @property
     def bits(self) -> int: ...
 
+    @property
+    def number(self) -> str: ...
+
+    @property
+    def group_size(self) -> int: ...
+
 
 class QuantizedWeight(Protocol):
-    """W = (codes − zero_points[:, g_idx]) · scales[:, g_idx], as qdeploy's QuantizedLinear."""
+    """W = (codes − zero_points[:, g_idx]) · scales[:, g_idx], as qdeploy's QuantizedLinear; with
+    scheme.number `e4m3` the codes are bits of float8 values, in runs of scheme.group_size columns.
+    """
 
     @property
     def codes(self) -> Tensor: ...
@@ -67,7 +76,9 @@ def pack_matrix(
     """
     arrange = interleave_rows if interleave else stack_rows
     rows = sum(_shape(part)[0] for part in parts)
-    packed = _pack_quantized(parts, rows, arrange, permutable)
+    packed = _pack_fp8(parts, rows, arrange)
+    if packed is None:
+        packed = _pack_quantized(parts, rows, arrange, permutable)
     if packed is None:
         packed = pack_dense(arrange([_dense(part) for part in parts]), rows)
     if all(bias is None for bias in biases):
@@ -84,7 +95,8 @@ def _pack_quantized(
 ) -> TileMatrix | None:
     """The parts under one scheme that holds them all exactly; None where there is none."""
     quantized = [part for part in parts if not isinstance(part, Tensor)]
-    if len(quantized) < len(parts) or not all(_exact_scales(part) for part in quantized):
+    integers = all(part.scheme.number == "int" for part in quantized)
+    if len(quantized) < len(parts) or not integers or not all(map(_exact_scales, quantized)):
         return None
     group = tile_group(math.gcd(*(_group(part) for part in quantized)))
     orders = [_column_order(part) for part in quantized]
@@ -102,6 +114,25 @@ def _pack_quantized(
     )
     packed = pack_codes(matrix, rows)
     return packed if order is None else replace(packed, permutation=order.int().numpy())
+
+
+def _pack_fp8(parts: Sequence[Weight], rows: int, arrange: _Arrange) -> TileMatrix | None:
+    """Float8 parts, in the smallest of their groups; None if any isn't, or groups don't fit."""
+    floats = [part for part in parts if not isinstance(part, Tensor)]
+    if len(floats) < len(parts) or any(part.scheme.number != "e4m3" for part in floats):
+        return None
+    columns = floats[0].codes.shape[1]
+    sizes = [_run(part) for part in floats]
+    group = min(sizes)
+    if any(size % group for size in sizes if size < columns) or (group % 4 and group < columns):
+        return None
+    starts = range(0, columns, group)
+    scales = [
+        part.scales[:, [start // size for start in starts]]
+        for part, size in zip(floats, sizes, strict=True)
+    ]
+    codes = arrange([part.codes for part in floats])
+    return pack_fp8(codes, arrange([each.float() for each in scales]), group, rows)
 
 
 def tile_group(group: int) -> int | None:
@@ -151,6 +182,12 @@ def _group(part: QuantizedWeight) -> int:
     return part.codes.shape[1] // part.scales.shape[1]
 
 
+def _run(part: QuantizedWeight) -> int:
+    """Columns of a float8 group; the last one may have fewer."""
+    columns, size = part.codes.shape[1], part.scheme.group_size
+    return columns if size == -1 else min(size, columns)
+
+
 def _shape(part: Weight) -> tuple[int, int]:
     tensor = part if isinstance(part, Tensor) else part.codes
     return (tensor.shape[0], tensor.shape[1])
@@ -160,7 +197,10 @@ def _dense(part: Weight) -> Tensor:
     if isinstance(part, Tensor):
         return part
     group = part.g_idx
-    if group is None:
-        group = torch.arange(part.codes.shape[1]) // _group(part)
+    floats = part.scheme.number == "e4m3"
+    if group is None or floats:
+        group = torch.arange(part.codes.shape[1]) // (_run(part) if floats else _group(part))
     index = group.long()
+    if floats:
+        return part.codes.view(torch.float8_e4m3fn).float() * part.scales.float()[:, index]
     return (part.codes.float() - part.zero_points.float()[:, index]) * part.scales.float()[:, index]

@@ -112,6 +112,31 @@ def pack_codes(matrix: Codes, rows: int) -> TileMatrix:
     )
 
 
+def pack_fp8(codes: Tensor, scales: Tensor, group: int, rows: int) -> TileMatrix:
+    """Pack FP8. Rows are in tile order; `rows` counts those that aren't padding.
+
+    codes: the bits of float8 values, uint8 [padded rows, cols]; scales: [padded rows, groups], any
+    float dtype. Each group has `group` columns, the last one perhaps fewer.
+    """
+    columns = codes.shape[1]
+    parts = []
+    for index, start in enumerate(range(0, columns, group)):
+        piece = codes[:, start : start + group]
+        fours = torch.nn.functional.pad(piece, (0, -piece.shape[1] % 4))
+        lanes = fours.view(-1, TILE_ROWS, fours.shape[1] // 4, 4)[..., [0, 2, 1, 3]]
+        parts.append(lanes.transpose(1, 2).flatten(1))
+        per_row = scales[:, index].float().contiguous().view(torch.uint8)
+        parts.append(per_row.view(len(lanes), -1))
+    return TileMatrix(
+        kind=Kind.FP8,
+        rows=rows,
+        cols=columns,
+        group=group,
+        symmetric=True,
+        tiles=torch.cat(parts, dim=1).numpy(),
+    )
+
+
 def pack_dense(weight: Tensor, rows: int) -> TileMatrix:
     """Pack [padded rows, cols] in tile order as BF16 where that loses nothing, else as F32."""
     short = _as_bfloat16(weight)
@@ -131,11 +156,13 @@ def pack_dense(weight: Tensor, rows: int) -> TileMatrix:
 
 
 def tile_bytes(kind: Kind, cols: int, group: int, symmetric: bool) -> int:
-    """Bytes of one tile; `group` and `symmetric` matter for W4 and W8 only."""
+    """Bytes of one tile; `group` matters for W4, W8 and FP8, `symmetric` for the first two."""
     if kind is Kind.F32:
         return TILE_ROWS * cols * 4
     if kind is Kind.BF16:
         return TILE_ROWS * (cols + cols % 2) * 2
+    if kind is Kind.FP8:
+        return TILE_ROWS * (cols + -cols % 4 + 4 * -(-cols // group))
     codes = TILE_ROWS * cols // (2 if kind is Kind.W4 else 1)
     size = codes + TILE_ROWS * (cols // group) * (2 if symmetric else 3)
     return size + -size % ALIGNMENT

@@ -51,7 +51,7 @@ def _load_cpu(checkpoint: Checkpoint, spec: DecoderSpec, options: ExecutorOption
         checkpoint,
         spec,
         options.kv_config,
-        act=options.act or "int8",
+        act=options.act,
         threads=options.threads,
         progress=options.progress,
     )
@@ -103,9 +103,9 @@ def load_executor(
 
     backend: a name in BACKENDS, or `auto` for the fastest that runs this model here. threads: of
     the backend; for the reference backend torch's, in the whole process. act: activations of
-    quantized weights as dynamic `int8` or exactly as `fp32`; None is int8 on the cpu backend and
-    fp32 on the reference backend. Raises UsageError for what can't be honoured, FormatError for a
-    bad checkpoint.
+    quantized weights as dynamic `int8` or exactly as `fp32`; None is int8 on the cpu backend (bf16
+    for float8 weights) and fp32 on the reference backend. Raises UsageError for what can't be
+    honoured, FormatError for a bad checkpoint.
     """
     _check_options(threads, act)
     from qdeploy.formats.checkpoint import open_checkpoint

@@ -21,8 +21,8 @@ class Executor(Protocol):
 
     kv_groups: how this executor keeps `kv_config`; block tables, pools and block bytes are per
     group, in this order. Block ids are 0 … num_open_blocks − 1 and 0 … num_sealed_blocks − 1; who
-    uses which is the block manager's affair. act: `int8` or `fp32`, what activations are
-    multiplied as; it goes into accuracy records.
+    uses which is the block manager's affair. act: `int8`, `bf16` or `fp32`, what activations of
+    quantized weights are multiplied as; it goes into accuracy records.
     """
 
     name: str

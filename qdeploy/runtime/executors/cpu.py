@@ -51,7 +51,7 @@ class CpuModel:
 
     def __init__(self, library: Library, data: ModelData, spec: DecoderSpec, threads: int) -> None:
         self.library, self.data, self.spec, self.threads = library, data, spec, threads
-        self.act = abi.ActMode(data.struct.act_mode).name.lower()
+        self.act = data.activations
         self.weight_bytes = data.step_bytes()
         self.lock: threading.Lock | _LostLock = threading.Lock()
         self.handle = library.cdll.qd_model_create(byref(data.struct), threads)
@@ -187,14 +187,15 @@ def load_cpu_executor(
     spec: DecoderSpec,
     kv_config: KVCacheConfig,
     *,
-    act: str,
+    act: str | None,
     threads: int | None,
     progress: Progress,
 ) -> CpuExecutor:
     """Map or pack the checkpoint's tiles and make an executor of them.
 
-    act: int8 or fp32; threads: None for what suits this process. Raises FormatError for broken
-    weights; what `problem` names must have been ruled out.
+    act: int8 or fp32, None for int8 where weights are integers and bf16 where they are float8;
+    threads: None for what suits this process. Raises FormatError for broken weights, UsageError
+    for int8 with float8 weights; what `problem` names must have been ruled out.
     """
     library = load_library()
     threads = threads or default_threads()
@@ -202,8 +203,15 @@ def load_cpu_executor(
     arena = open_tiles(
         checkpoint, lambda writer: pack_model(source, spec, writer, progress), checker(spec)
     )
-    data = ModelData(arena, spec, abi.ActMode[act.upper()])
-    log.info("CPU kernels for %s, %d threads, %s activations", library.isa, threads, act)
+    data = ModelData(arena, spec, abi.ActMode[(act or "int8").upper()])
+    if act not in (None, data.activations):
+        raise UsageError(
+            f"act {act!r} is for integer weights; these are float8, whose activations are bf16: "
+            "leave --act out, or choose --act fp32",
+            param="act",
+        )
+    shown = (library.isa, threads, data.activations)
+    log.info("CPU kernels for %s, %d threads, %s activations", *shown)
     return CpuExecutor(CpuModel(library, data, spec, threads), kv_config)
 
 

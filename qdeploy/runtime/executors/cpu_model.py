@@ -76,7 +76,7 @@ def pack_model(source: WeightSource, spec: DecoderSpec, arena: ArenaWriter, show
 
 def _warn_if_dense(name: str, weights: Sequence[object], matrix: TileMatrix) -> None:
     """Say that a quantized matrix is held dense: exact, but slower and several times as large."""
-    if matrix.kind not in (Kind.W4, Kind.W8) and any(
+    if matrix.kind in (Kind.BF16, Kind.F32) and any(
         isinstance(w, QuantizedLinear) for w in weights
     ):
         log.warning(
@@ -132,6 +132,15 @@ class ModelData:
             embedding=embedding,
             head=self._matrix("head", *table) if tiles.has("head") else embedding,
         )
+
+    @property
+    def activations(self) -> str:
+        """What activations of the layers' quantized weights are multiplied as: `int8` or `fp32`,
+        `bf16` where all are float8 and the mode is int8.
+        """
+        kinds = {getattr(layer, name).kind for layer in self.layers for name in MATRICES}
+        floats = Kind.FP8 in kinds and not kinds & {Kind.W4, Kind.W8}
+        return "bf16" if floats and self.act is ActMode.INT8 else self.act.name.lower()
 
     def step_bytes(self) -> int:
         """Bytes of the matrices that a step reads whole: all but an untied embedding's."""

@@ -221,6 +221,7 @@ def _layout(name: str, entry: Mapping[str, Any]) -> tuple[Kind, int, bool]:
     if kind not in tuple(Kind) or not isinstance(group, int) or not isinstance(symmetric, bool):
         raise ArenaError(f"{name} has an unknown layout")
     quantized = kind in (Kind.W4, Kind.W8)
-    if quantized and (group < 8 or group % 8 or entry["cols"] % group):
+    runs = kind == Kind.FP8 and (group < 1 or (group % 4 and group != entry["cols"]))
+    if runs or (quantized and (group < 8 or group % 8 or entry["cols"] % group)):
         raise ArenaError(f"{name} has a group that doesn't fit")
     return Kind(kind), group, symmetric

@@ -109,7 +109,7 @@ class WeightSource:
         if isinstance(weight, Tensor):
             return _checked(weight, f"{module}.weight", shape)
         _check_shape(weight.shape, f"{module}.weight", shape)
-        _check_finite(weight.scales.float() * weight.scheme.max_code, f"{module}.scales")
+        _check_finite(weight.scales.float() * weight.scheme.max_value, f"{module}.scales")
         return replace(weight, bias=None)
 
 
