@@ -13,9 +13,9 @@ ROOT := $(CURDIR)
 RECIPES := $(basename $(notdir $(wildcard recipes/*.yaml)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup test test-slow check demo bench kernels kernels-asan kernels-arm clean help
+.PHONY: setup test test-slow test-interop check demo bench kernels kernels-asan kernels-arm clean help
 help:
-	@echo "make demo | test | test-slow | check | setup | bench | clean"
+	@echo "make demo | test | test-slow | test-interop | check | setup | bench | clean"
 	@echo "make kernels | kernels-asan | kernels-arm"
 	@echo "make quantize-RECIPE | eval-RECIPE | serve-RECIPE, with RECIPE one of: $(RECIPES)"
 
@@ -50,6 +50,12 @@ test: $(READY)
 test-slow: $(READY)
 	$(INSTALL_WHEEL)
 	$(RUN_TESTS) -m slow $(PYTEST_ARGS)
+
+# Other tools' code, which nothing else needs.
+test-interop: $(READY)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[interop]"
+	$(INSTALL_WHEEL)
+	$(RUN_TESTS) -m interop $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

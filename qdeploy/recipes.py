@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from qdeploy._resources import resource_dir
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig, LayerPolicy
-from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.quantization.scheme import QuantScheme, fp8_scheme
+
+Fp8SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK"]
+#: Keys of a recipe that only integers have.
+INTEGER_KEYS = ("bits", "group_size", "symmetric")
+#: `--scheme` of integers: bits and symmetry.
+INTEGER_SCHEMES: dict[str, tuple[int, bool]] = {
+    "W4A16": (4, True),
+    "W4A16_ASYM": (4, False),
+    "W8A16": (8, True),
+    "W3A16": (3, True),
+}
 
 
 class _Section(BaseModel):
@@ -71,19 +82,35 @@ class Recipe(_Section):
     """A complete quantization recipe; flags of `quantize` override its fields."""
 
     model: str | None = None
-    method: Literal["awq", "gptq", "rtn", "none"] = "awq"
+    method: Literal["awq", "gptq", "rtn", "fp8", "none"] = "awq"
+    #: With method fp8: FP8_DYNAMIC unless given. Integers have the three keys that follow.
+    scheme: Fp8SchemeName | None = None
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int | Literal["auto"] = "auto"
     symmetric: bool = False
-    format: Literal["auto", "awq", "gptq", "gptq_v2"] = "auto"
+    format: Literal["auto", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] = "auto"
     ignore: tuple[str, ...] = ()
     quantize_embeddings: Literal[8, 4] | None = None
     kv_cache: KVSection = KVSection()
     calibration: CalibrationSection = CalibrationSection()
     gate: str | None = None
 
-    def scheme(self, group_size: int) -> QuantScheme:
-        """The weight scheme, once `auto` has been resolved to a group size."""
+    @model_validator(mode="after")
+    def _one_kind(self) -> Recipe:
+        if self.scheme is not None and self.method != "fp8":
+            raise ValueError(f"scheme {self.scheme} needs method fp8, not {self.method}")
+        if self.method == "fp8":
+            for key in INTEGER_KEYS:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} has no effect on method fp8; leave it out")
+        return self
+
+    def fp8_scheme(self) -> QuantScheme:
+        """The weight scheme of method fp8."""
+        return fp8_scheme(self.scheme or "FP8_DYNAMIC")
+
+    def integer_scheme(self, group_size: int) -> QuantScheme:
+        """The weight scheme of other methods, once `auto` has been resolved to a group size."""
         return QuantScheme(bits=self.bits, group_size=group_size, symmetric=self.symmetric)
 
 
@@ -96,7 +123,9 @@ def parse_recipe(data: Any, origin: str) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"recipe {origin}: {key}: {first['msg']}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        where = f"{key}: " if key else ""
+        raise UsageError(f"recipe {origin}: {where}{message}") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):

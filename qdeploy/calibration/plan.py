@@ -11,7 +11,7 @@ from typing import Any
 from qdeploy.calibration.walk import BATCH_TOKENS, DecoderWalk
 from qdeploy.errors import UsageError
 from qdeploy.formats.hf import TensorFolder
-from qdeploy.formats.weight_format import WEIGHT_FORMATS, default_format
+from qdeploy.formats.weight_format import WEIGHT_FORMATS, activations_note, default_format
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.methods import METHODS
 from qdeploy.quantization.scheme import QuantScheme
@@ -61,13 +61,13 @@ class QuantPlan:
 
 
 def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) -> QuantPlan:
-    """Resolve targets, group size and format.
+    """Resolve targets, scheme and format.
 
     Raises UsageError for an ignore pattern without a match, nothing left to quantize, fused
     experts, a group size that doesn't divide, and a format that can't hold the result.
     """
     if walk is None:
-        scheme = QuantScheme(bits=recipe.bits, group_size=-1, symmetric=recipe.symmetric)
+        scheme = recipe.integer_scheme(-1)
         return QuantPlan(recipe=recipe, method=None, scheme=scheme, format="none", shapes={})
     method = METHODS.get(recipe.method)
     method.check(walk.model_type)
@@ -92,12 +92,11 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
     }
     if not shapes:
         raise UsageError("no linear layer is left to quantize; check --ignore")
-    group_size, notes = resolve_group_size(recipe.group_size, shapes)
-    scheme = recipe.scheme(group_size)
+    scheme, notes, update = _resolve_scheme(recipe, shapes)
     chosen = recipe.format
     name = default_format(recipe.method, scheme) if chosen == "auto" else str(chosen)
     _check_format(name, scheme, shapes)
-    resolved = recipe.model_copy(update={"group_size": group_size, "format": name})
+    resolved = recipe.model_copy(update=update | {"format": name})
     return QuantPlan(
         recipe=resolved,
         method=method,
@@ -108,6 +107,18 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
         dense=(*sorted(ignored - set(NEVER_QUANTIZED)), "lm_head"),
         notes=tuple(notes),
     )
+
+
+def _resolve_scheme(
+    recipe: Recipe, shapes: dict[str, tuple[int, int]]
+) -> tuple[QuantScheme, list[str], dict[str, Any]]:
+    """The scheme, lines that say why, and the recipe's keys that were open."""
+    if recipe.method == "fp8":
+        scheme = recipe.fp8_scheme()
+        note = activations_note(scheme)
+        return scheme, [note] if note else [], {"scheme": scheme.name}
+    group_size, notes = resolve_group_size(recipe.group_size, shapes)
+    return recipe.integer_scheme(group_size), notes, {"group_size": group_size}
 
 
 def match_ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:

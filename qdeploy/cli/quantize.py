@@ -24,11 +24,17 @@ def quantize(
         str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf, hub name or pypi:….")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Shipped recipe's name, or a .yaml.")] = None,
-    method: Annotated[str | None, typer.Option(help="awq, gptq, rtn or none.")] = None,
+    method: Annotated[str | None, typer.Option(help="awq, gptq, rtn, fp8 or none.")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="FP8_DYNAMIC, FP8_BLOCK; or W4A16, W4A16_ASYM, W8A16, W3A16."),
+    ] = None,
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.")] = None,
     group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--asymmetric")] = None,
-    format: Annotated[str | None, typer.Option(help="auto, awq, gptq or gptq_v2.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="auto, awq, gptq, gptq_v2, compressed-tensors or fp8.")
+    ] = None,
     quantize_embeddings: Annotated[
         int | None, typer.Option(help="8 or 4 bits for embedding and head, applied at load.")
     ] = None,
@@ -56,6 +62,7 @@ def quantize(
     flags = {
         "model": model,
         "method": method,
+        "scheme": scheme,
         "bits": bits,
         "group_size": _group_size(group_size),
         "symmetric": symmetric,
@@ -77,6 +84,7 @@ def quantize(
             raise UsageError(f"--eval {eval!r} is unknown; choose quick or none")
         from qdeploy.recipes import Recipe, load_recipe
 
+        flags.update(_scheme_flags(flags))
         resolved = _override(load_recipe(recipe) if recipe else Recipe(), flags)
         _refuse_unused(resolved.method, flags)
         if resolved.model is None:
@@ -96,8 +104,24 @@ def _group_size(text: str | None) -> int | str | None:
         return text  # the recipe's validation names it
 
 
+def _scheme_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """What `--scheme` means: bits and symmetry of integers, else a recipe's own key."""
+    from qdeploy.recipes import INTEGER_SCHEMES
+
+    name = flags["scheme"]
+    if name not in INTEGER_SCHEMES:
+        return {}
+    for key in ("bits", "symmetric"):
+        if flags[key] is not None:
+            raise UsageError(f"--scheme {name} and --{key} say the same; leave one of them out")
+    if flags["method"] == "fp8":
+        raise UsageError(f"--scheme {name} is of integers; method fp8 takes FP8_DYNAMIC, FP8_BLOCK")
+    bits, symmetric = INTEGER_SCHEMES[name]
+    return {"scheme": None, "bits": bits, "symmetric": symmetric}
+
+
 #: Flags by recipe key; the second group only matters to methods that calibrate.
-_WEIGHT_FLAGS = ("bits", "group_size", "symmetric", "format", "ignore")
+_WEIGHT_FLAGS = ("scheme", "bits", "group_size", "symmetric", "format", "ignore")
 _CALIBRATION_FLAGS = {
     "source": "calib",
     "samples": "calib-samples",
@@ -108,13 +132,13 @@ _CALIBRATION_FLAGS = {
 
 def _refuse_unused(method: str, flags: dict[str, Any]) -> None:
     """UsageError for a flag that the method would ignore; a recipe's own keys may stay."""
-    if method not in ("rtn", "none"):
+    if method not in ("rtn", "fp8", "none"):
         return
     given = [key for key in _WEIGHT_FLAGS if method == "none" and flags[key] is not None]
     section = flags["calibration"]
     given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
     if given:
-        does = "calibrates" if method == "rtn" else "quantizes weights"
+        does = "quantizes weights" if method == "none" else "calibrates"
         raise UsageError(
             f"--{given[0].replace('_', '-')} has no effect: method {method} never {does}; "
             "leave it out, or choose another --method"
@@ -129,9 +153,21 @@ def _override(recipe: Recipe, flags: dict[str, Any]) -> Recipe:
             data[key] |= {name: item for name, item in value.items() if item is not None}
         elif value is not None:
             data[key] = value
+    if flags["method"] is not None and flags["method"] != recipe.method:
+        _forget_other_kind(data, flags)
     from qdeploy.recipes import parse_recipe
 
     return parse_recipe(data, "from the command line")
+
+
+def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Keys that a recipe of integers has say nothing to floats, and the other way round."""
+    from qdeploy.recipes import INTEGER_KEYS, Recipe
+
+    keys = (*INTEGER_KEYS, "format") if data["method"] == "fp8" else ("scheme",)
+    for key in keys:
+        if flags[key] is None:
+            data[key] = Recipe.model_fields[key].default
 
 
 def _run(

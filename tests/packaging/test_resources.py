@@ -28,8 +28,11 @@ def test_recipe_is_valid(name: str) -> None:
     assert recipe.gate
     assert parse_gate(recipe.gate).clauses
     recipe.kv_cache.config()
+    if recipe.method == "fp8":
+        assert recipe.fp8_scheme().name == recipe.scheme
+        return
     assert isinstance(recipe.group_size, int)
-    recipe.scheme(recipe.group_size)
+    recipe.integer_scheme(recipe.group_size)
 
 
 def test_the_promised_recipes_exist() -> None:
@@ -37,17 +40,22 @@ def test_the_promised_recipes_exist() -> None:
         "smollm2-135m-awq",
         "smollm2-135m-gptq",
         "smollm2-135m-rtn",
+        "smollm2-135m-fp8",
         "gemma3-270m-awq",
+        "gemma3-270m-fp8-block",
     } <= set(recipe_names())
 
 
 def test_q20_smollm2_groups_divide_its_layers() -> None:
-    """128 doesn't divide 576: every SmolLM2 recipe must say 64 or a divisor of it."""
+    """128 doesn't divide 576: SmolLM2 recipes must say 64, a divisor, or whole rows."""
     for name in recipe_names():
-        if name.startswith("smollm2-135m"):
-            scheme = load_recipe(name).scheme(64)
+        recipe = load_recipe(name)
+        if recipe.method == "fp8":
+            assert name.startswith("gemma3") or recipe.scheme == "FP8_DYNAMIC"
+        elif name.startswith("smollm2-135m"):
+            scheme = recipe.integer_scheme(64)
             assert [scheme.groups(n) for n in (576, 1536)] == [9, 24]
-            assert load_recipe(name).group_size == 64
+            assert recipe.group_size == 64
 
 
 def test_evaluation_text_is_held_out() -> None:
