@@ -14,6 +14,7 @@ from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.batch import StepBatch
 from qdeploy.runtime.engine import Engine, EngineConfig
 from qdeploy.runtime.outputs import RequestOutput
+from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.speculation.base import Drafter
 from qdeploy.runtime.speculation.draft_model import ModelDrafter
@@ -213,3 +214,27 @@ def test_storms_with_a_draft_model(storm: Storm, drafts: int, residual: int, noi
     engine = assert_drafts_change_nothing(storm, make, drafter, drafts, "draft_model")
     drafter_of(engine)._blocks.check_integrity()
     assert not drafter_of(engine)._blocks.tables
+
+
+def test_a_salt_keeps_tenants_apart_in_the_drafts_cache_too() -> None:
+    e, prompt = engine(FakeExecutor(KV)), list(range(1, 30))
+    blocks = drafter_of(e)._blocks
+    request = Request(
+        request_id="a",
+        order=0,
+        prompt_token_ids=prompt,
+        params=SamplingParams(),
+        max_tokens=9,
+        cache_salt="s",
+    )
+    drafter_of(e).propose([request], [1])
+    drafter_of(e).forget(request)
+    assert blocks.match(prompt).num_tokens == 0
+    assert blocks.match(prompt, "s").num_tokens == 24
+
+
+@pytest.mark.usefixtures("every_draft")
+def test_without_prefix_caching_the_draft_keeps_nothing_either() -> None:
+    e = engine(FakeExecutor(KV), enable_prefix_caching=False)
+    run(e, {"a": list(range(1, 30))}, SamplingParams(temperature=0, max_tokens=20))
+    assert not any(pool.num_cached for pool in drafter_of(e)._blocks.pools)

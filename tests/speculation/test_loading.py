@@ -34,6 +34,8 @@ PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)
         ({"method": "ngram", "num_speculative_tokens": 65}, "not within 1"),
         ({"method": "ngram", "ngram_min": 0}, "1 ≤ ngram_min ≤ ngram_max"),
         ({"method": "ngram", "ngram_min": 4, "ngram_max": 3}, "1 ≤ ngram_min ≤ ngram_max"),
+        ({"ngram_min": 3}, "ngram_min=3 does nothing with speculative_method none"),
+        ({"method": "self", "ngram_max": 3}, "ngram_max=3 does nothing with .* self; use ngram"),
         ({"method": "ngram", "k": 3}, "unknown field 'k'"),
     ],
 )

@@ -13,6 +13,7 @@ METHODS = ("none", "ngram", "draft_model", "self")
 #: Upper bounds of k by method: a guess that costs nothing may be longer.
 _DEFAULT_TOKENS = {"none": 0, "ngram": 15, "draft_model": 5, "self": 5}
 _MAX_TOKENS = 64
+NGRAM_MIN, NGRAM_MAX = 2, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class SpeculativeConfig:
     method: str = "none"
     model: str | None = None
     num_speculative_tokens: int | None = None
-    ngram_min: int = 2
-    ngram_max: int = 16
+    ngram_min: int = NGRAM_MIN
+    ngram_max: int = NGRAM_MAX
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -51,6 +52,16 @@ class SpeculativeConfig:
                 f"num_speculative_tokens={tokens} is not within 1 … {_MAX_TOKENS}",
                 param="num_speculative_tokens",
             )
+        self._check_ngram()
+
+    def _check_ngram(self) -> None:
+        for name, default in (("ngram_min", NGRAM_MIN), ("ngram_max", NGRAM_MAX)):
+            if self.method != "ngram" and getattr(self, name) != default:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} does nothing with speculative_method "
+                    f"{self.method}; use ngram",
+                    param=name,
+                )
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise UsageError(
                 f"ngram_min={self.ngram_min} and ngram_max={self.ngram_max} must be "

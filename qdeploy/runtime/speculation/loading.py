@@ -81,7 +81,7 @@ def make_model_drafter(
     draft.allocate_kv(pools)
     return ModelDrafter(
         draft,
-        BlockManager(draft.kv_groups, pools),
+        BlockManager(draft.kv_groups, pools, prefix_caching=config.enable_prefix_caching),
         name=config.speculative.method,
         vocab_size=target.spec.vocab_size,
         max_model_len=max_model_len,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qdeploy.runtime.request import Request
 
 
 class Shadow:
     """Samples as the request does: same parameters and noise, penalties for the same tokens. Only a
-    grammar is left out: its state is the request's own.
+    grammar is left out: its state is the request's own. Nobody asks for a guess's logprobs.
 
     request: the copy; num_known: its tokens that are the request's own, the rest are guesses.
     """
@@ -18,9 +20,10 @@ class Shadow:
             index=original.index,
             order=original.order,
             prompt_token_ids=original.prompt_token_ids,
-            params=original.params,
+            params=replace(original.params, logprobs=None),
             max_tokens=original.max_tokens,
             seed=original.seed,
+            cache_salt=original.cache_salt,
             bad_words=original.bad_words,
         )
         self.num_known = self.request.num_tokens

@@ -91,7 +91,10 @@ class Speculator:
             # What wasn't verified still tells something: the next token is there to compare.
             self._learn(state, state.draft, request.token_ids[-1 - num_accepted :])
             state.draft = None
-        self.drafter.observe(request, num_accepted)
+        try:
+            self.drafter.observe(request, num_accepted)
+        except Exception as error:
+            self._give_up(error)
 
     def note_step(self, num_tokens: int, seconds: float, *, decoding_only: bool) -> None:
         """A step without its drafting took that long; steps with prompt chunks teach nothing."""
@@ -102,8 +105,12 @@ class Speculator:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._states.pop(request.sequence_id, None)
-        if self.drafter is not None:
+        if self.drafter is None:
+            return
+        try:
             self.drafter.forget(request)
+        except Exception as error:
+            self._give_up(error)
 
     def stats(self) -> SpeculationStats:
         """What happened so far."""
@@ -137,7 +144,7 @@ class Speculator:
     def _draft(self, drafter: Drafter, requests: Sequence[Request]) -> list[Sequence[int]]:
         limits = [self._limit(r) for r in requests]
         if drafter.free:
-            found = drafter.propose(requests, limits)
+            found = self._ask(drafter, requests, limits)
             if not any(draft.token_ids for draft in found):
                 return [()] * len(requests)
             counts = self._paying(drafter, requests, [d.kinds for d in found])
@@ -148,15 +155,21 @@ class Speculator:
             found = self._ask(drafter, requests, counts)
         for request, draft in zip(requests, found, strict=True):
             if draft.token_ids:
-                self._check(draft)
                 self._state(request).draft = draft
         return [draft.token_ids[:count] for draft, count in zip(found, counts, strict=True)]
 
-    def _check(self, draft: Draft) -> None:
-        """An id that the model hasn't got would end the step of everybody."""
-        for token in draft.token_ids:
+    def _checked(self, draft: Draft, count: int) -> Draft:
+        """What may be used of a proposal for `count` tokens, every token with a kind. An id that
+        the model hasn't got would end the step of everybody.
+        """
+        token_ids = draft.token_ids[:count]
+        kinds = draft.kinds[:count] if draft.kinds else [0] * len(token_ids)
+        for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"it drafted token {token} of a vocabulary of {self._vocab_size}")
+        if len(kinds) != len(token_ids) or not all(0 <= kind < NUM_KINDS for kind in kinds):
+            raise ValueError(f"it drafted {len(token_ids)} tokens of the kinds {list(kinds)}")
+        return Draft(token_ids, kinds)
 
     def _ask(
         self, drafter: Drafter, requests: Sequence[Request], counts: Sequence[int]
@@ -166,7 +179,7 @@ class Speculator:
         if asked:
             drafts = drafter.propose([requests[i] for i in asked], [counts[i] for i in asked])
             for i, draft in zip(asked, drafts, strict=True):
-                found[i] = draft
+                found[i] = self._checked(draft, counts[i])
         return found
 
     def _paying(
@@ -201,8 +214,7 @@ class Speculator:
 
     def _learn(self, state: _State, draft: Draft, new: Sequence[int]) -> None:
         """Compare a draft with the tokens that came, up to the first that differs."""
-        kinds = draft.kinds or [0] * len(new)
-        for token, guess, kind in zip(new, draft.token_ids, kinds, strict=False):
+        for token, guess, kind in zip(new, draft.token_ids, draft.kinds, strict=False):
             state.acceptance[kind].update(token == guess)
             self._shared[kind].update(token == guess)
 
