@@ -39,8 +39,9 @@ class OutputCollector:
         self._ban_sequences = lru_cache(maxsize=1)(self._find_sequences)
 
     def check(self, params: SamplingParams) -> None:
-        """UsageError when params need text that can't be made."""
+        """UsageError when params need text that can't be made; before anything is queued."""
         if self._tokenizer is not None:
+            self._ban_sequences(tuple(params.bad_words or ()))
             return
         if params.stop_strings:
             raise UsageError("stop strings need a tokenizer; use stop_token_ids", param="stop")

@@ -222,10 +222,10 @@ class Engine:
             scoring=True,
             arrival_time=time.monotonic(),
         )
+        self._add(request_id, [request])
         self._on_logits[request_id], self._scoring_error = on_logits, None
         held: list[RequestOutput] = []
         try:
-            self._add(request_id, [request])
             while request_id in self._samples:
                 held += self.step()
         finally:
@@ -287,7 +287,7 @@ class Engine:
     def _execute(
         self, step: ScheduledStep, batch: StepBatch, outputs: list[RequestOutput]
     ) -> Tensor | None:
-        """Run the executor; a failure ends the step's requests with an error, nobody else's."""
+        """Run the executor; a failure ends the step's requests with an error, nobody else."""
         prompts = sum(n for r, n in step.num_scheduled_tokens.items() if not r.is_decoding)
         try:
             began = time.perf_counter()
@@ -298,7 +298,7 @@ class Engine:
         except Exception as error:
             message = one_line(f"the {self.executor.name} executor failed", error)
             for request in step.num_scheduled_tokens:
-                self._finish(request, "error", outputs, error=message)
+                self._fail(request, message, outputs)
             return None
 
     def _collect(
@@ -353,8 +353,7 @@ class Engine:
             self._collector.take_prompt(leader, rows[:count])
         except Exception as error:
             for taker in takers:
-                message = one_line("scoring the prompt failed", error)
-                self._finish(taker, "error", outputs, error=message)
+                self._fail(taker, one_line("scoring the prompt failed", error), outputs)
             return rows[:0]
         leader.num_scored += count
         complete = leader.num_scored == leader.num_prompt_tokens
@@ -406,6 +405,13 @@ class Engine:
         output = self._collector.final(request, reason)
         outputs.append(replace(output, error=error))
         self._retire(request, reason)
+
+    def _fail(self, request: Request, error: str, outputs: list[RequestOutput]) -> None:
+        """End a request, and the samples that wait for its prompt: it would fail them, too, and
+        each time the step's other requests.
+        """
+        for sample in (*request.followers, request):
+            self._finish(sample, "error", outputs, error=error)
 
     def _retire(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request)

@@ -182,3 +182,5 @@ def _check_bad_words(words: Sequence[str] | None) -> None:
     for word in words:
         if not isinstance(cast("object", word), str) or not word.strip():
             raise _bad("bad_words", word, "strings that are not empty")
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise _bad("bad_words", word, "text without lone surrogates")
