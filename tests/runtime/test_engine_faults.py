@@ -72,7 +72,7 @@ def test_scoring_leaves_a_request_of_the_same_name_alone() -> None:
 def test_words_that_have_no_tokens_are_refused_before_anything_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="bad_words.* is not allowed; give text without lone"):
+    with pytest.raises(UsageError, match="give text without lone"):
         SamplingParams(bad_words=["\ud800"])
 
     def fail(*_: object, **__: object) -> list[int]:
