@@ -410,8 +410,8 @@ class Engine:
         """End a request, and the samples that wait for its prompt: it would fail them, too, and
         each time the step's other requests.
         """
-        for sample in (*request.followers, request):
-            self._finish(sample, "error", outputs, error=error)
+        for one in (*request.followers, request):
+            self._finish(one, "error", outputs, error=error)
 
     def _retire(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qdeploy.errors import CapacityError, UsageError
+from qdeploy.runtime.admitter import Admitter
 from qdeploy.runtime.batch import BlockIds, SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager, Restored
 from qdeploy.runtime.preemption import PreemptionPolicy
@@ -58,6 +59,7 @@ class Scheduler:
         swap: SwapSpace | None = None,
     ) -> None:
         self.blocks = blocks
+        self.admitter = Admitter(blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -307,14 +309,20 @@ class Scheduler:
 
     def _admit(self, step: ScheduledStep) -> None:
         """Move requests from waiting to running, in their order."""
+        if self._chunk(step, 1) == 0:
+            return
+        put_off = 0
         for request in list(self.waiting):
-            if self.num_running + request.num_samples > self.max_num_seqs:
+            if self.num_running + put_off + request.num_samples > self.max_num_seqs:
                 return
-            hit = self._match(request)
-            if self._will_hit_more(request, hit):
+            hit = self.admitter.match(request)
+            if self.admitter.will_hit_more(request, hit, self.running):
+                put_off += request.num_samples  # its seat is kept, and the look is bounded
                 continue
             wanted = request.num_uncomputed_tokens - hit.num_tokens
-            if self._chunk(step, wanted) == 0 or not self._has_room(request, hit):
+            if self._chunk(step, wanted) == 0:
+                return
+            if not self.admitter.has_room(request, hit, self.running):
                 return
             if not self._start(step, request, hit):
                 return
@@ -323,63 +331,6 @@ class Scheduler:
             insort(self.running, request, key=_rank)
             # Never preempts: if blocks lack after all, the request runs in a later step.
             self._run(step, request, wanted, may_preempt=False)
-
-    def _match(self, request: Request) -> PrefixHit:
-        if request.status is RequestStatus.SWAPPED or request.needs_prompt_logits:
-            return PrefixHit()
-        return self.blocks.match(request.token_ids, request.cache_salt)
-
-    def _will_hit_more(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a running request is computing most of what this one would have to: then it
-        waits until that is in the cache, at most until the other's prompt is computed.
-        """
-        if not self.blocks.caches_every_block or request.status is RequestStatus.SWAPPED:
-            return False
-        if request.needs_prompt_logits:
-            return False
-        uncomputed = request.num_tokens - hit.num_tokens
-        return any(
-            2 * (self._num_shared_tokens(request, other) - hit.num_tokens) >= uncomputed
-            for other in self.running
-            if not other.is_decoding and other.cache_salt == request.cache_salt
-        )
-
-    def _num_shared_tokens(self, request: Request, other: Request) -> int:
-        """Tokens of whole blocks with which both begin; at least one more is left to compute."""
-        size = self.blocks.block_size
-        longest = min(request.num_tokens - 1, other.num_tokens) // size * size
-        for start in range(0, longest, size):
-            part = slice(start, start + size)
-            if request.token_ids[part] != other.token_ids[part]:
-                return start
-        return longest
-
-    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the available blocks hold all tokens that the request has so far and one more
-        for each sample, besides the prompts that are being computed. Alone, it always has room.
-        """
-        if not self.running:
-            return True
-        costs = self.blocks.cost_of(hit, request.num_tokens + 1)
-        reserved = [self._outstanding(r) for r in self.running if not r.is_decoding]
-        for index, (column, pool) in enumerate(
-            zip(self.blocks.columns, self.blocks.pools, strict=True)
-        ):
-            tails = 0 if column.sealed else len(request.followers)
-            others = sum(counts[index] for counts in reserved)
-            if costs[index] + tails + others > pool.num_available:
-                return False
-        return True
-
-    def _outstanding(self, request: Request) -> list[int]:
-        """Blocks per column that a running request needs until its prompt is computed."""
-        needs = self.blocks.blocks_for(request.num_tokens + 1)
-        held = self.blocks.held_by(request.sequence_id)
-        tails = len(request.followers)
-        return [
-            max(0, need - has) + (0 if column.sealed else tails)
-            for column, need, has in zip(self.blocks.columns, needs, held, strict=True)
-        ]
 
     def _start(self, step: ScheduledStep, request: Request, hit: PrefixHit) -> bool:
         """Give a request the blocks with which it begins; False when they lack."""

@@ -14,6 +14,7 @@ from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.batch import SequenceSlice
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.preemption import PREEMPTION_MODES, PreemptionPolicy
+from qdeploy.runtime.prefix_cache import PrefixHit
 from qdeploy.runtime.request import PRIORITY_SECONDS, Request, RequestStatus
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
@@ -325,7 +326,7 @@ def test_a_victim_leaves_the_step_in_which_it_was_scheduled() -> None:
     s.add([new])
     run(s)
     s.add([old])
-    s._has_room = lambda request, hit: True  # type: ignore[method-assign]
+    s.admitter.has_room = lambda *_: True  # type: ignore[method-assign]
     while not new.num_preemptions:
         assert "old/0" in run(s)
         s.check_integrity()
@@ -339,7 +340,7 @@ def test_newcomers_do_not_pass_an_unchunked_prompt_that_waits_for_the_budget() -
     run(s)
     for order, name in enumerate(("big", "too", "new"), 1):
         s.add([make(name, order, 4 if name == "new" else LONGEST - 2, 2)])
-    s._has_room = lambda request, hit: True  # type: ignore[method-assign]
+    s.admitter.has_room = lambda *_: True  # type: ignore[method-assign]
     assert run(s) == {"d/0": 1, "d/1": 1, "big/0": LONGEST - 2}
     s.running.insert(3, s.waiting.pop(0))
     s.running[3].status = RequestStatus.RUNNING
@@ -435,6 +436,29 @@ def test_r08_equal_prompts_at_once_are_computed_once() -> None:
     assert run(s) == {"a/0": 1, "c/0": 1, "b/0": 8, "d/0": 19}
     assert [r.num_cached_tokens for r in s.running] == [0, 32, 0, 0]
     assert (s.num_prefix_queries, s.num_prefix_hits) == (40 + 40 + 3 + 40, 32)
+
+
+def test_r08_a_long_queue_of_equal_prompts_is_not_searched_in_each_step() -> None:
+    """256 waiting prompts of 8,000 tokens once cost 200 ms a step, in which nobody decoded."""
+    s = scheduler(KVCacheConfig(block_size=8), extra=20, tokens=8)
+    tokens, looked_at = tuple(range(40)), list[str]()
+    for order in range(20):
+        s.add([make(f"r{order}", order, tokens, 4)])
+    s.add([make("other", 20, (1, 2, 3), 4)])
+    match = s.admitter.match
+
+    def counted(request: Request) -> PrefixHit:
+        looked_at.append(request.request_id)
+        return match(request)
+
+    s.admitter.match = counted  # type: ignore[method-assign]
+    assert run(s) == {"r0/0": 8}
+    looked_at.clear()  # r0 itself was
+    assert run(s) == {"r0/0": 8}
+    assert looked_at == [], "the budget is spent"
+    s.max_num_batched_tokens = 64
+    assert run(s) == {"r0/0": 24}
+    assert looked_at == ["r1", "r2", "r3"], "as many as there are seats"
 
 
 def test_a_request_that_wants_all_logits_takes_nothing_from_the_cache() -> None:
