@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -147,6 +148,8 @@ def likeliest(samples: Sequence[CompletionOutput], n: int) -> list[CompletionOut
 
 
 def _mean_logprob(sample: CompletionOutput) -> float:
+    if not sample.token_ids:  # max_tokens is 0, or time ran out before the first token
+        return -math.inf
     total = sample.cumulative_logprob
     assert total is not None, "best_of needs log-probabilities"
-    return total / max(len(sample.token_ids), 1)
+    return total / len(sample.token_ids)

@@ -148,6 +148,9 @@ def test_best_of_returns_the_likeliest(served: Served) -> None:
     assert best.usage.completion_tokens == 32  # what was drawn is what is paid for
     several = served.complete(prompt=["a", "c"], best_of=4, max_tokens=2).json()
     assert [choice["index"] for choice in several["choices"]] == [0, 1]
+    nothing = served.complete(prompt="ab", best_of=2, max_tokens=0, echo=True, logprobs=0)
+    assert nothing.status_code == 200
+    assert [choice["text"] for choice in nothing.json()["choices"]] == ["ab"]
 
 
 @pytest.mark.parametrize(
