@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ class LLM:
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
             preemption=preemption,
-            swap_space_bytes=int(swap_space * 2**30),
+            swap_space_bytes=_gib(swap_space),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_kv_blocks=num_kv_blocks,
             speculative=speculative_config,
@@ -194,6 +195,17 @@ def resolve_kv_config(folder: Path, dtype: str, block_size: int | None = None) -
     if dtype != "auto":
         kv = kv.with_dtype(dtype)
     return kv if block_size is None else replace(kv, block_size=block_size)
+
+
+def _gib(swap_space: float) -> int:
+    # checked before it is multiplied: "1GiB" times 2**30 would be text that fills the memory
+    number = isinstance(swap_space, (int, float)) and not isinstance(swap_space, bool)
+    if not number or not 0 <= swap_space < math.inf:
+        raise UsageError(
+            f"swap_space={swap_space!r} is not a size; give GiB as a number, 0 for none",
+            param="swap_space",
+        )
+    return int(swap_space * 2**30)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

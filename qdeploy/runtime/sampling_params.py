@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +60,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_integers()
+        if self.stop is not None and not isinstance(cast("object", self.stop), Iterable):
+            raise _bad("stop", self.stop, "a string or a list of strings")
         _check_stop(self.stop_strings)
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("allowed_token_ids", self.allowed_token_ids)
@@ -67,8 +69,7 @@ class SamplingParams:
             raise _bad("allowed_token_ids", [], "a non-empty list")
         _check_bias(self.logit_bias)
         _check_bad_words(self.bad_words)
-        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_SALT:
-            raise _bad("cache_salt", self.cache_salt[:40], f"1 to {MAX_SALT} characters")
+        _check_salt(self.cache_salt)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -162,20 +163,32 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _check_ids(name: str, ids: Sequence[int] | None) -> None:
+    if ids is not None and not isinstance(cast("object", ids), Iterable):
+        raise _bad(name, ids, "a list of token ids")
     for token in ids or ():
         _check_int(name, token, 0)
 
 
 def _check_bias(bias: Mapping[int, float] | None) -> None:
+    if bias is not None and not isinstance(cast("object", bias), Mapping):
+        raise _bad("logit_bias", bias, "a mapping of token ids to numbers")
     for token, value in (bias or {}).items():
         _check_int("logit_bias", token, 0)
         _check_number("logit_bias", value, -100.0, 100.0)
 
 
+def _check_salt(salt: str | None) -> None:
+    if salt is None:
+        return
+    if not isinstance(cast("object", salt), str) or not 0 < len(salt) <= MAX_SALT:
+        shown = salt[:40] if isinstance(salt, str) else salt
+        raise _bad("cache_salt", shown, f"1 to {MAX_SALT} characters")
+
+
 def _check_bad_words(words: Sequence[str] | None) -> None:
     if words is None:
         return
-    if isinstance(words, str):
+    if isinstance(words, str) or not isinstance(cast("object", words), Sequence):
         raise _bad("bad_words", words, "a list of strings")
     if len(words) > MAX_BAD_WORDS:
         raise _bad("bad_words", f"{len(words)} strings", f"at most {MAX_BAD_WORDS}")

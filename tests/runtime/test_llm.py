@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
         llm.generate(["fine", "x" * 500], GREEDY)
     assert len(llm.generate("fine", GREEDY)) == 1
     assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("size", ["1GiB", float("nan"), float("inf"), -1, True, None])
+def test_swap_space_that_is_no_size_is_named(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(UsageError, match="swap_space=.* is not a size") as caught:
+        LLM(tiny_checkpoint("llama", tmp_path), swap_space=size)
+    assert caught.value.param == "swap_space"
 
 
 def test_defaults_come_from_the_model(llm: LLM) -> None:

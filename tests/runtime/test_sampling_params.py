@@ -36,6 +36,13 @@ def test_r21_no_stop_strings() -> None:
     ("name", "value"),
     [
         ("temperature", -0.1),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", 5),
+        ("logit_bias", [1]),
+        ("bad_words", 5),
+        ("cache_salt", 5),
+        ("cache_salt", b"x"),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),

@@ -34,12 +34,17 @@ PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)
         ({"method": "ngram", "num_speculative_tokens": 65}, "not within 1"),
         ({"method": "ngram", "ngram_min": 0}, "1 ≤ ngram_min ≤ ngram_max"),
         ({"method": "ngram", "ngram_min": 4, "ngram_max": 3}, "1 ≤ ngram_min ≤ ngram_max"),
+        ({"method": "ngram", "num_speculative_tokens": "3"}, "'3' must be a whole number"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "True must be a whole number"),
+        ({"method": "ngram", "ngram_min": 1.5}, "1.5 must be a whole number"),
+        ({"method": "draft_model", "model": 5}, "speculative_model=5 is no folder"),
+        ("ngram", "must be a dict"),
         ({"ngram_min": 3}, "ngram_min=3 does nothing with speculative_method none"),
         ({"method": "self", "ngram_max": 3}, "ngram_max=3 does nothing with .* self; use ngram"),
         ({"method": "ngram", "k": 3}, "unknown field 'k'"),
     ],
 )
-def test_options_that_can_t_be_honoured_are_one_line(fields: dict[str, Any], message: str) -> None:
+def test_options_that_can_t_be_honoured_are_one_line(fields: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         SpeculativeConfig.from_mapping(fields)
     assert "\n" not in str(caught.value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from qdeploy.errors import UsageError
 
@@ -27,7 +28,7 @@ class SpeculativeConfig:
     """
 
     method: str = "none"
-    model: str | None = None
+    model: str | os.PathLike[str] | None = None
     num_speculative_tokens: int | None = None
     ngram_min: int = NGRAM_MIN
     ngram_max: int = NGRAM_MAX
@@ -39,6 +40,7 @@ class SpeculativeConfig:
                 f"{', '.join(METHODS)}",
                 param="speculative_method",
             )
+        self._check_types()
         self._check_model()
         tokens = self.num_speculative_tokens
         if tokens is not None and self.method == "none":
@@ -69,6 +71,17 @@ class SpeculativeConfig:
                 param="ngram_min",
             )
 
+    def _check_types(self) -> None:
+        for name in ("num_speculative_tokens", "ngram_min", "ngram_max"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise UsageError(f"{name}={value!r} must be a whole number", param=name)
+        if self.model is not None and not isinstance(cast("object", self.model), str | os.PathLike):
+            raise UsageError(
+                f"speculative_model={self.model!r} is no folder; give its path",
+                param="speculative_model",
+            )
+
     def _check_model(self) -> None:
         if self.method == "draft_model" and not self.model:
             raise UsageError(
@@ -85,6 +98,11 @@ class SpeculativeConfig:
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
         """From a dict of fields; an unknown one is an error."""
+        if not isinstance(cast("object", fields), Mapping):
+            raise UsageError(
+                f"speculative_config={fields!r} must be a dict, as {{'method': 'ngram'}}",
+                param="speculative_config",
+            )
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             known = ", ".join(field.name for field in dataclasses.fields(cls))

@@ -104,8 +104,9 @@ def _load_model(
     from qdeploy.runtime.tokenizer import Tokenizer
 
     assert config.model is not None, "SpeculativeConfig has checked it"
-    folder = resolve_model(config.model, progress)
-    check_same_vocabulary(tokenizer, Tokenizer.load(folder), config.model)
+    model = str(config.model)
+    folder = resolve_model(model, progress)
+    check_same_vocabulary(tokenizer, Tokenizer.load(folder), model)
     return load_executor(
         folder,
         backend=target.name,
