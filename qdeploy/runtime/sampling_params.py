@@ -177,10 +177,10 @@ def _check_bias(bias: Mapping[int, float] | None) -> None:
         _check_number("logit_bias", value, -100.0, 100.0)
 
 
-def _check_salt(salt: str | None) -> None:
+def _check_salt(salt: object) -> None:
     if salt is None:
         return
-    if not isinstance(cast("object", salt), str) or not 0 < len(salt) <= MAX_SALT:
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT:
         shown = salt[:40] if isinstance(salt, str) else salt
         raise _bad("cache_salt", shown, f"1 to {MAX_SALT} characters")
 

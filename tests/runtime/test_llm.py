@@ -58,7 +58,7 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
 
 @pytest.mark.parametrize("size", ["1GiB", float("nan"), float("inf"), -1, True, None])
 def test_swap_space_that_is_no_size_is_named(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(UsageError, match="swap_space=.* is not a size") as caught:
+    with pytest.raises(UsageError, match=r"swap_space=.* is not a size") as caught:
         LLM(tiny_checkpoint("llama", tmp_path), swap_space=size)
     assert caught.value.param == "swap_space"
 
