@@ -32,7 +32,8 @@ from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.batch import StepBatch
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer
 

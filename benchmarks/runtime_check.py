@@ -8,7 +8,8 @@ from runtime_session import Setup, insist
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 

@@ -17,7 +17,8 @@ from qdeploy.evaluation.text import default_text
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Silent
 from qdeploy.runtime.batch import StepBatch
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.sampling_params import SamplingParams

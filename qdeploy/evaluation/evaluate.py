@@ -16,7 +16,8 @@ from qdeploy.evaluation.text import EvalText
 from qdeploy.formats.manifest import EmbeddingsRecord, read_manifest
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress, Silent, Task
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 

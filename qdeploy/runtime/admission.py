@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from qdeploy.errors import CapacityError, UsageError
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.seeds import request_seed
-
-if TYPE_CHECKING:
-    from qdeploy.runtime.engine import EngineConfig
 
 
 def resolve_max_model_len(config: EngineConfig, context: int) -> int:

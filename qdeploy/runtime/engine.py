@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdeploy.errors import QdeployError, UsageError
-from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.admission import check_prompt, make_samples, resolve_max_model_len
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager
 from qdeploy.runtime.collector import OutputCollector
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.kv_budget import plan_kv_pools
 from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput, SpeculationStats
 from qdeploy.runtime.preemption import PreemptionPolicy
@@ -26,7 +26,6 @@ from qdeploy.runtime.sampler import sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
 from qdeploy.runtime.speculation.base import Drafter
-from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
 from qdeploy.runtime.speculation.speculator import Speculator
 from qdeploy.runtime.swap_space import SwapSpace
 from qdeploy.runtime.swapper import Swapper
@@ -35,45 +34,7 @@ from qdeploy.runtime.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from qdeploy.runtime.executors.base import Executor
 
-DEFAULT_SWAP_SPACE_BYTES = 1 << 30
 OnLogits = Callable[[int, Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Capacity and policy of an engine.
-
-    max_model_len: None takes the model's context. kv_cache_memory_bytes or num_kv_blocks (open
-    and sealed together) sizes the cache; with neither, see kv_budget.plan_kv_pools.
-    enable_prefix_caching: K/V of equal prompt beginnings are computed once. preemption: `recompute`
-    or `swap` to at most swap_space_bytes of host memory, or `auto`, the cheaper of both by
-    measured cost. speculative: how tokens are drafted. seed: for requests that give none.
-    """
-
-    kv: KVCacheConfig
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    preemption: str = "auto"
-    swap_space_bytes: int = DEFAULT_SWAP_SPACE_BYTES
-    kv_cache_memory_bytes: int | None = None
-    num_kv_blocks: int | None = None
-    speculative: SpeculativeConfig = NO_SPECULATION
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"{name}={getattr(self, name)} is not allowed; give 1 or more", param=name
-                )
-        if self.swap_space_bytes < 0:
-            raise UsageError(
-                f"swap_space={self.swap_space_bytes} is negative; give 0 or more bytes",
-                param="swap_space",
-            )
 
 
 class Engine:

@@ -12,7 +12,8 @@ from typing import Any, cast
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress, Silent
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams, sampling_defaults
 from qdeploy.runtime.speculation.config import SpeculativeConfig

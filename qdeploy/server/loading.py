@@ -12,7 +12,8 @@ from qdeploy.formats.sources import resolve_model
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress
 from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.llm import resolve_kv_config

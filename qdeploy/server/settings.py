@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
+from qdeploy.runtime.engine_config import DEFAULT_SWAP_SPACE_BYTES
 from qdeploy.runtime.preemption import PREEMPTION_MODES
 from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
 
@@ -35,7 +36,7 @@ class ServerSettings:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     preemption: str = "auto"
-    swap_space_bytes: int = 1 << 30
+    swap_space_bytes: int = DEFAULT_SWAP_SPACE_BYTES
     speculative: SpeculativeConfig = NO_SPECULATION
     backend: str = "auto"
     act: str | None = None

@@ -13,7 +13,8 @@ from executors.driving import executor_of, logits_in_chunks
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.models.spec import spec_from_config
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.tokenizer import Tokenizer
 from tables import pool_sizes

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.groups import KVGroup
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import EngineStats
 from qdeploy.runtime.preemption import PREEMPTION_MODES
 from qdeploy.runtime.sampling_params import SamplingParams

@@ -5,7 +5,8 @@ import torch
 
 from qdeploy.errors import CapacityError, UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import RequestOutput
 from qdeploy.runtime.sampling_params import SamplingParams
 from runtime.fake_executor import VOCAB, FakeExecutor

@@ -11,7 +11,8 @@ from torch import Tensor
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.batch import StepBatch
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer
 from runtime.fake_executor import FakeExecutor

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qdeploy.kv.config import KVCacheConfig, LayerPolicy
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.preemption import PREEMPTION_MODES
 from qdeploy.runtime.sampling_params import SamplingParams
 from runtime.fake_executor import VOCAB, FakeExecutor

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ import torch
 
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.logprobs import prompt_logprobs
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams

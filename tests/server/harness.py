@@ -25,7 +25,8 @@ from qdeploy.kv.config import KVCacheConfig
 from qdeploy.kv.groups import KVGroup, KVPoolSize
 from qdeploy.runtime.async_engine import AsyncEngine
 from qdeploy.runtime.batch import BlockIds, StepBatch
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.listen import DrainingServer, bind, url_of

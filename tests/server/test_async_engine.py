@@ -9,7 +9,8 @@ import pytest
 
 from qdeploy.errors import UsageError
 from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.request_stream import (
     EngineDeadError,
     QueueFullError,

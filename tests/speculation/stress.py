@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from qdeploy.kv.groups import KVGroup
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.speculation.base import Draft, Drafter
 from qdeploy.runtime.speculation.config import SpeculativeConfig

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.runtime.batch import StepBatch
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import RequestOutput
 from qdeploy.runtime.request import Request
 from qdeploy.runtime.sampling_params import SamplingParams

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.outputs import RequestOutput
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.speculation.base import Drafter

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from backends import BACKENDS
 from cpu.quantized_models import KINDS, quantized_checkpoint
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.runtime.engine import Engine, EngineConfig
+from qdeploy.runtime.engine import Engine
+from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from qdeploy.runtime.speculation.config import SpeculativeConfig
 from qdeploy.runtime.speculation.ngram import NgramDrafter
 
 if TYPE_CHECKING:
-    from qdeploy.runtime.engine import EngineConfig
+    from qdeploy.runtime.engine_config import EngineConfig
     from qdeploy.runtime.executors.base import Executor
     from qdeploy.runtime.speculation.draft_model import ModelDrafter
     from qdeploy.runtime.tokenizer import Tokenizer
