@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,11 +131,18 @@ class LLM:
         return self._run(several, params)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        found: object = prompt
         if isinstance(prompt, Mapping):
-            prompt = cast("Prompt", prompt.get("prompt_token_ids") or prompt.get("prompt", ""))
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return None, list(cast("Sequence[int]", prompt))
+            found = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        if isinstance(found, str):
+            return found, self.tokenizer.encode(found)
+        if isinstance(found, Sequence) and all(isinstance(token, Integral) for token in found):
+            return None, [int(token) for token in found]
+        raise UsageError(
+            f"prompt {str(prompt)[:60]!r} is not text, token ids or a dictionary with "
+            "prompt or prompt_token_ids; give one of these",
+            param="prompt",
+        )
 
     def _run(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Params | None
@@ -213,6 +221,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(cast("object", prompts), Sequence):
+        return [cast("Prompt", prompts)]  # which is then refused by name
     if prompts and all(isinstance(p, int) for p in prompts):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))

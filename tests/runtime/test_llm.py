@@ -56,6 +56,13 @@ def test_a_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.parametrize("prompt", [5, None, [None], [1.5], ["a", 5], {"prompt": 5}, {"x": 1}])
+def test_what_is_no_prompt_is_named(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=r"^prompt .* is not text, token ids"):
+        llm.generate(prompt, GREEDY)
+    assert not llm.engine.has_unfinished
+
+
 @pytest.mark.parametrize("size", ["1GiB", float("nan"), float("inf"), -1, True, None])
 def test_swap_space_that_is_no_size_is_named(tmp_path: Path, size: Any) -> None:
     with pytest.raises(UsageError, match=r"swap_space=.* is not a size") as caught:

@@ -59,5 +59,6 @@ def unallocated(executor: Executor, pools: Sequence[KVPoolSize]) -> CapacityErro
     sizes = zip(pools, executor.open_block_bytes, executor.sealed_block_bytes, strict=True)
     needed = sum(p.num_open_blocks * a + p.num_sealed_blocks * b for p, a, b in sizes)
     return CapacityError(
-        f"{needed / 2**30:.1f} GiB of KV cache can't be allocated; lower kv_cache_memory"
+        f"{needed / 2**30:.1f} GiB of KV cache can't be allocated; lower kv_cache_memory or "
+        "num_kv_blocks"
     )
