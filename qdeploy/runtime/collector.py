@@ -163,3 +163,8 @@ def banned_tokens(request: Request, eos_token_ids: Set[int]) -> Set[int]:
     if params.min_tokens == 0 or request.num_output_tokens >= params.min_tokens:
         return frozenset()
     return eos_token_ids | set(params.stop_token_ids or ())
+
+
+def known_tokens(token_ids: Set[int], vocab_size: int) -> frozenset[int]:
+    """Those of a model folder's special tokens for which the model has a logit."""
+    return frozenset(token for token in token_ids if 0 <= token < vocab_size)

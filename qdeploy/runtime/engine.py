@@ -16,7 +16,7 @@ from qdeploy.errors import QdeployError, UsageError
 from qdeploy.runtime.admission import check_prompt, make_samples, resolve_max_model_len
 from qdeploy.runtime.batch import SequenceSlice, StepBatch
 from qdeploy.runtime.block_manager import BlockManager
-from qdeploy.runtime.collector import OutputCollector
+from qdeploy.runtime.collector import OutputCollector, known_tokens
 from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.kv_budget import plan_kv_pools
 from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput, SpeculationStats
@@ -61,7 +61,7 @@ class Engine:
         self.executor = executor
         self.max_model_len = resolve_max_model_len(config, executor.spec.max_model_len)
         self.config = config
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = known_tokens(eos_token_ids, executor.spec.vocab_size)
         pools = plan_kv_pools(
             executor.kv_groups,
             executor.open_block_bytes,

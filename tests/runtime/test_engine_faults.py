@@ -15,7 +15,7 @@ from qdeploy.runtime.engine import Engine
 from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer
-from runtime.fake_executor import FakeExecutor
+from runtime.fake_executor import VOCAB, FakeExecutor
 from runtime.tiny_tokenizer import save_tokenizer
 
 KV = KVCacheConfig(dtype="int4", block_size=8)
@@ -68,6 +68,12 @@ def test_scoring_leaves_a_request_of_the_same_name_alone() -> None:
     with pytest.raises(UsageError, match="in use"):
         e.score([1, 2, 3], lambda start, rows: None)
     assert reasons(e) == [("score-1", 0, "length")]
+
+
+def test_min_tokens_with_an_end_token_that_the_model_has_not_got() -> None:
+    e = Engine(FakeExecutor(KV), EngineConfig(kv=KV), frozenset({-1, VOCAB, VOCAB + 5}))
+    e.add_request("a", [1, 2], SamplingParams(min_tokens=2, max_tokens=4))
+    assert reasons(e) == [("a", 0, "length")]
 
 
 def test_words_that_have_no_tokens_are_refused_before_anything_is_queued(

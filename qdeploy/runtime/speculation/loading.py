@@ -10,7 +10,7 @@ from qdeploy.errors import UsageError
 from qdeploy.progress import Progress
 from qdeploy.runtime.admission import resolve_max_model_len
 from qdeploy.runtime.block_manager import BlockManager
-from qdeploy.runtime.collector import banned_tokens
+from qdeploy.runtime.collector import banned_tokens, known_tokens
 from qdeploy.runtime.kv_budget import plan_kv_pools
 from qdeploy.runtime.speculation.base import Drafter
 from qdeploy.runtime.speculation.config import SpeculativeConfig
@@ -79,6 +79,7 @@ def make_model_drafter(
         lookahead_tokens=config.speculative.max_drafts,
     )
     draft.allocate_kv(pools)
+    eos = known_tokens(eos_token_ids, target.spec.vocab_size)
     return ModelDrafter(
         draft,
         BlockManager(draft.kv_groups, pools, prefix_caching=config.enable_prefix_caching),
@@ -86,7 +87,7 @@ def make_model_drafter(
         vocab_size=target.spec.vocab_size,
         max_model_len=max_model_len,
         max_tokens=config.max_num_batched_tokens,
-        banned=lambda request: banned_tokens(request, eos_token_ids),
+        banned=lambda request: banned_tokens(request, eos),
     )
 
 
