@@ -208,7 +208,8 @@ def resolve_kv_config(folder: Path, dtype: str, block_size: int | None = None) -
 
 def _gib(swap_space: float) -> int:
     # checked before it is multiplied: "1GiB" times 2**30 would be text that fills the memory
-    number = isinstance(swap_space, (int, float)) and not isinstance(swap_space, bool)
+    given = cast("object", swap_space)
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not number or not 0 <= swap_space < math.inf:
         raise UsageError(
             f"swap_space={swap_space!r} is not a size; give GiB as a number, 0 for none",
