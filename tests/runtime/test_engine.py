@@ -129,6 +129,47 @@ def test_r24_abort_half_way_leaves_nothing_fifty_times() -> None:
     assert not drain(e)
 
 
+def test_r24_eight_samples_wait_for_eight_seats_and_leave_nothing() -> None:
+    e = engine(max_num_seqs=12, enable_prefix_caching=False)
+    for i in range(50):
+        for k in range(7):
+            e.add_request(f"s{i}/{k}", [k + 1, 2], SamplingParams(max_tokens=6))
+        e.add_request(f"r{i}", [1, 2, 3], SamplingParams(n=8, max_tokens=9, seed=i))
+        e.step()
+        assert (e.stats().num_requests_running, e.stats().num_requests_waiting) == (7, 8)
+        for _ in range(i % 12):
+            e.step()
+        e.abort(f"r{i}")
+        drain(e)
+        assert not e.blocks.tables
+        assert not e._samples
+        assert all(pool.num_free == pool.size for pool in e.blocks.pools)
+
+
+def test_the_prompt_of_several_samples_is_computed_once() -> None:
+    e = engine()
+    e.add_request("a", [t % VOCAB for t in range(17)], SamplingParams(n=4, seed=5, max_tokens=8))
+    found = drain(e)
+    assert [len(b.slices) for b in e.executor.batches] == [1] + [4] * 7
+    assert sum(len(b.copies) for b in e.executor.batches) == 3, "the last one keeps the tail"
+    assert e.stats().prompt_tokens_total == 17
+    again = engine(enable_prefix_caching=False, max_num_seqs=4)
+    again.add_request(
+        "a", [t % VOCAB for t in range(17)], SamplingParams(n=4, seed=5, max_tokens=8)
+    )
+    assert {k: tokens_of(o) for k, o in drain(again).items()} == {
+        k: tokens_of(o) for k, o in found.items()
+    }
+
+
+def test_a_salt_keeps_prefixes_apart() -> None:
+    e = engine()
+    prompt = [t % VOCAB for t in range(20)]
+    for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "x", 16), ("d", None, 16)):
+        e.add_request(name, prompt, SamplingParams(max_tokens=1, cache_salt=salt))
+        assert drain(e)[name, 0][0].num_cached_tokens == cached
+
+
 def test_samples_of_one_request_differ_and_repeat() -> None:
     runs = []
     for _ in range(2):
