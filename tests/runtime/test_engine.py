@@ -133,11 +133,11 @@ def test_r24_eight_samples_wait_for_eight_seats_and_leave_nothing() -> None:
     e = engine(max_num_seqs=12, enable_prefix_caching=False)
     for i in range(50):
         for k in range(7):
-            e.add_request(f"s{i}/{k}", [k + 1, 2], SamplingParams(max_tokens=6))
+            e.add_request(f"s{i}/{k}", [k + 1, 2], SamplingParams(max_tokens=2))
         e.add_request(f"r{i}", [1, 2, 3], SamplingParams(n=8, max_tokens=9, seed=i))
         e.step()
         assert (e.stats().num_requests_running, e.stats().num_requests_waiting) == (7, 8)
-        for _ in range(i % 12):
+        for _ in range(i % 6):
             e.step()
         e.abort(f"r{i}")
         drain(e)

@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened before, everything left finishes and every block comes back."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(20_000):
+        for _ in range(5_000):
             if not self.alive:
                 break
             self.one_step(lambda n: n)
@@ -239,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None
+    max_examples=100, stateful_step_count=30, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 
