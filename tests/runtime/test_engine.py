@@ -89,6 +89,29 @@ def test_r03_greedy_amid_fifteen_others() -> None:
     assert tokens_of(drain(e)["7", 0]) == solo([8] * 12, GREEDY, "7")
 
 
+def test_r19_a_long_prompt_does_not_stall_those_who_decode() -> None:
+    """4,000 tokens arrive while four decode: each of them gets a token in every step, and no step
+    computes more than the budget.
+    """
+    kv = KVCacheConfig(dtype="int4", block_size=64)
+    config = EngineConfig(kv=kv, max_num_seqs=5, max_num_batched_tokens=256)
+    e = Engine(FakeExecutor(kv, max_model_len=4096), config)
+    for name in "abcd":
+        e.add_request(name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=40))
+    e.step()
+    e.add_request("long", [t % VOCAB for t in range(4000)], GREEDY)
+    steps = 0
+    while True:
+        outputs = e.step()
+        steps += 1
+        assert e.stats().last_step_tokens <= 256
+        decoded = {o.request_id: len(o.token_ids) for o in outputs if o.request_id != "long"}
+        assert decoded == dict.fromkeys("abcd", 1)
+        if any(o.request_id == "long" for o in outputs):
+            break
+    assert steps == 16  # 252 tokens each
+
+
 def test_x01_non_finite_logits_end_that_request_only() -> None:
     e = engine()
     e.executor.nan_token = 31

@@ -94,3 +94,25 @@ def test_the_real_model_answers(smollm2_folder: Path) -> None:
     (answer,) = llm.chat(talk, SamplingParams(temperature=0, max_tokens=24))
     assert "Paris" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
+
+
+def repeated(tokens: list[int], size: int = 4) -> float:
+    """Share of the n-grams that came before, 0 … 1."""
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+@pytest.mark.model
+def test_x06_quantized_kv_loops_no_more_than_bf16(smollm2_folder: Path) -> None:
+    """A prompt of code with many newlines, on which int8 KV of others fell into loops."""
+    prompt = (
+        "from typing import List\n\n\n\ndef below_zero(operations: List[int]) -> bool:\n"
+        '    """ Return whether the balance falls below zero.\n\n\n    >>> below_zero([1, 2, 3])\n'
+        '    False\n\n    """\n\n\n\n'
+    )
+    params = SamplingParams(temperature=0, max_tokens=96)
+    shares = {}
+    for dtype in ("bf16", "int8", "k8v4"):
+        llm = LLM(smollm2_folder, kv_cache_dtype=dtype, max_model_len=256, max_num_seqs=1)
+        shares[dtype] = repeated(llm.generate(prompt, params)[0].outputs[0].token_ids)
+    assert max(shares.values()) <= shares["bf16"] + 0.15, shares

@@ -232,6 +232,13 @@ def test_x01_an_error_of_the_model_is_500_and_counted(served: Served) -> None:
     assert served.chat(max_tokens=3).json()["choices"][0]["message"]["content"] == "abc"
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-9, 1e-4])
+def test_r04_tiny_temperatures_are_greedy_over_http(served: Served, temperature: float) -> None:
+    for seed in range(3):
+        reply = served.complete(temperature=temperature, seed=seed, max_tokens=5).json()
+        assert reply["choices"][0]["text"] == "bcdef"
+
+
 def test_r20_penalties_change_the_text_over_http(served: Served) -> None:
     body = {"prompt": "banana", "temperature": 0, "max_tokens": 8}
     plain = served.complete(logit_bias={"97": 100}, **body).json()["choices"][0]["text"]
