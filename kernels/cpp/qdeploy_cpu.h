@@ -124,8 +124,12 @@ QD_API double qd_read_seconds(void* model, int64_t bytes, int32_t repeats);
 // For tests: out[rows, matrix.rows rounded up to 32] = x[rows, cols] · matrixᵀ + bias, float32.
 QD_API int32_t qd_linear(void* model, const qd_matrix* matrix, const float* x, int32_t rows, float* out);
 
-// Sampling: every token of finite scores[count] that may have the highest score / temperature +
-// noise (one, as a rule), where a token's noise follows from key and its id. scores[best] is the
-// maximum. Writes the ids, rising, to ids, which has room for all; returns how many there are.
+// Sampling, on rows of count scores, none of them NaN or +∞. ids has room for all of them.
+// Every token that may have the highest score / temperature + noise (one, as a rule), where a token's
+// noise follows from key and its id. scores[best] is the maximum. Writes ids, rising; returns how many.
 QD_API int64_t qd_contenders(const float* scores, int64_t count, int64_t best, double temperature,
                              uint64_t key, int32_t* ids);
+// Every score of at least `lowest`: writes ids, rising; returns how many.
+QD_API int64_t qd_near(const float* scores, int64_t count, float lowest, int32_t* ids);
+// Sum of exp((score − best) · factor), relative error below 1e-6; best is the maximum.
+QD_API double qd_mass(const float* scores, int64_t count, float best, double factor);

@@ -1,11 +1,12 @@
-// Which tokens can win argmax(score / T + Gumbel noise): one pass over a row of scores.
-// qdeploy/runtime/noise.py defines the noise; its NumPy code has the last word among those found.
+// Passes over a row of scores for qdeploy/runtime/row_passes.py, whose NumPy code has the last word
+// wherever rounding could decide. qdeploy/runtime/noise.py defines the noise.
 #include <math.h>
 #include <string.h>
 
 #include <algorithm>
 
 #include "qdeploy_cpu.h"
+#include "simd.h"
 
 namespace {
 
@@ -30,6 +31,17 @@ double gumbel(uint64_t key, int64_t token) {
 uint32_t lowest_bits(double noise) {
     const double below = exp(-exp(SLACK - noise));  // the probability of less noise
     return (uint32_t)std::min(below * 0x1p32 - 2, 0x1p32 - 2) & ~1u;
+}
+
+// take(i) for each i whose flag is set, of BLOCK flags.
+template <class Take>
+void scan(const uint8_t* flags, Take take) {
+    for (int64_t i = 0; i < BLOCK; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, flags + i, 8);
+        for (int64_t j = i; eight != 0 && j < i + 8; j++)  // nearly all are 0
+            if (flags[j]) take(j);
+    }
 }
 
 // What a token's noise must reach, by its distance from the best one.
@@ -65,18 +77,70 @@ QD_API int64_t qd_contenders(const float* scores, int64_t count, int64_t best, d
         for (int64_t i = 0; i < length; i++)
             found[i] = (uint8_t)((noise[i] >= now.far) | ((noise[i] >= now.near) & (row[i] >= near)));
         memset(found + length, 0, (size_t)(BLOCK - length));
-        for (int64_t i = 0; i < length; i += 8) {
-            uint64_t eight;
-            memcpy(&eight, found + i, 8);
-            for (int64_t j = i; eight != 0 && j < i + 8; j++) {
-                if (!found[j]) continue;
-                const double value = noisy(start + j);
-                if (value < bound - SLACK) continue;
-                if (value > bound) limits.set(bound = value);
-                ids[size++] = (int32_t)(start + j);
-            }
-        }
+        scan(found, [&](int64_t i) {
+            const double value = noisy(start + i);
+            if (value < bound - SLACK) return;
+            if (value > bound) limits.set(bound = value);
+            ids[size++] = (int32_t)(start + i);
+        });
     }
     // Those found before the bound had risen.
     return std::remove_if(ids, ids + size, [&](int32_t i) { return noisy(i) < bound - SLACK; }) - ids;
+}
+
+QD_API int64_t qd_near(const float* scores, int64_t count, float lowest, int32_t* ids) {
+    uint8_t found[BLOCK];
+    int64_t size = 0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int64_t length = std::min(BLOCK, count - start);
+        for (int64_t i = 0; i < length; i++) found[i] = (uint8_t)(scores[start + i] >= lowest);
+        memset(found + length, 0, (size_t)(BLOCK - length));
+        scan(found, [&](int64_t i) { ids[size++] = (int32_t)(start + i); });
+    }
+    return size;
+}
+
+namespace qd {
+
+// eˣ for x ≤ 0, relative error below 2e-7 however small; at least e⁻⁸⁷. qd::exp errs by more the
+// farther x is from 0, and a sum of a vocabulary lives from such x.
+QD_INLINE F exp_below(F x) {
+    const F held = max(set(-87.0f), x);
+    const F n = round(mul(held, set(1.44269504f)));
+    // ln 2 in two parts, the first of which has few enough bits for exact products
+    const F r = fnma(n, set(-2.12194440e-4f), fnma(n, set(0.693359375f), held));
+    F p = set(1.9841270e-4f);
+    p = fma(p, r, set(1.3888889e-3f));
+    p = fma(p, r, set(8.3333333e-3f));
+    p = fma(p, r, set(4.1666667e-2f));
+    p = fma(p, r, set(1.6666667e-1f));
+    p = fma(p, r, set(0.5f));
+    p = fma(p, r, set(1.0f));
+    p = fma(p, r, set(1.0f));
+    return power_of_two(p, n);
+}
+
+}  // namespace qd
+
+QD_API double qd_mass(const float* scores, int64_t count, float best, double factor) {
+    using namespace qd;
+    constexpr int64_t SHORT = 8 * LANES;  // few enough for sums in float32
+    const F highest = set(best), scale = set((float)factor);
+    const auto weight = [&](const float* from) {
+        return exp_below(mul(sub(load(from), highest), scale));
+    };
+    double mass = 0;
+    int64_t start = 0;
+    for (; start + SHORT <= count; start += SHORT) {
+        F sums = zero();
+        for (int64_t i = 0; i < SHORT; i += LANES) sums = add(sums, weight(scores + start + i));
+        mass += (double)sum(sums);
+    }
+    for (; start < count; start += LANES) {
+        float rest[LANES];
+        std::fill(rest, rest + LANES, -INFINITY);
+        memcpy(rest, scores + start, (size_t)std::min<int64_t>(LANES, count - start) * sizeof(float));
+        mass += (double)sum(weight(rest));
+    }
+    return mass;
 }

@@ -11,16 +11,14 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from qdeploy.runtime.row_passes import Ids, Row, exact_mass, floor, row_passes
 from qdeploy.runtime.sampling_params import SamplingParams
-from qdeploy.runtime.scratch import scratch
 
-Row = NDArray[np.float32]
-Ids = NDArray[np.int64]
 Scaled = NDArray[np.float64]
 
 _NEVER = float("-inf")
-#: How far below the best token, in units of the temperature, to look first, next, and at last.
-REACHES = (8.0, 16.0, math.inf)
+#: How far below the best token, in units of the temperature, to look, until that is enough.
+REACHES = (8.0, 11.0, 16.0, math.inf)
 _SORTABLE = 1000  # of more tokens, sorting all takes longer than counting
 
 
@@ -33,7 +31,9 @@ def filter_tokens(scores: Row, best: np.float32, params: SamplingParams) -> tupl
     """
     temperature = params.temperature
     limited = params.min_p > 0 or 0 < params.top_k < scores.size
-    whole = None if limited or params.top_p == 1 else mass(scores, best, temperature)
+    nucleus = None
+    if params.top_p < 1:
+        nucleus = _Nucleus(scores, best, params, whole=not limited)
     for reach in REACHES:
         ids = near(scores, best, reach * temperature)
         looked_at = scaled = scale(scores[ids], best, temperature)
@@ -41,8 +41,8 @@ def filter_tokens(scores: Row, best: np.float32, params: SamplingParams) -> tupl
             ids, scaled = _at_least(_limit(scaled, params), ids, scaled)
         # Once a filter drops a token near the best, the tokens beyond are out, too.
         dropped = len(scaled) < len(looked_at)
-        if params.top_p < 1 and (not limited or dropped or reach == math.inf):
-            ids, scaled = _at_least(_top_p_threshold(scaled, params.top_p, whole), ids, scaled)
+        if nucleus is not None and (not limited or dropped or reach == math.inf):
+            ids, scaled = _at_least(nucleus.lowest(scaled), ids, scaled)
         if len(scaled) < len(looked_at):
             break
     return ids, scaled
@@ -50,13 +50,7 @@ def filter_tokens(scores: Row, best: np.float32, params: SamplingParams) -> tupl
 
 def near(scores: Row, best: np.float32, distance: float) -> Ids:
     """Ids of scores [vocab] not further than `distance` below best, and perhaps a few more."""
-    return np.flatnonzero(scores >= floor(best, distance))
-
-
-def floor(best: np.float32, distance: float) -> np.float32:
-    """best − distance, rounded down."""
-    lowest: np.float32 = np.nextafter(np.float32(float(best) - distance), np.float32(_NEVER))
-    return lowest
+    return row_passes().near(scores, floor(best, distance))
 
 
 def scale(scores: Row, best: np.float32, temperature: float) -> Scaled:
@@ -78,29 +72,55 @@ def _limit(scaled: Scaled, params: SamplingParams) -> float:
     return lowest
 
 
-def mass(scores: Row, best: np.float32, temperature: float) -> float:
-    """Sum of exp((score − best) / temperature) over scores [vocab], to about 10⁻⁶."""
-    scaled = scratch("scaled scores", scores.size, np.float32)
-    np.subtract(scores, best, out=scaled)
-    if temperature != 1:
-        scaled *= np.float32(1 / temperature)
-    return float(np.exp(scaled, out=scaled).sum())
+class _Nucleus:
+    """The lowest score that top_p keeps. whole: top_p is a share of all scores' mass, not of the
+    mass of those that other filters left.
+    """
+
+    def __init__(
+        self, scores: Row, best: np.float32, params: SamplingParams, *, whole: bool
+    ) -> None:
+        self._row = scores, best, params.temperature
+        self._top_p = params.top_p
+        self._mass: float | None = None
+        self._error = 0.0
+        if whole:
+            passes = row_passes()
+            self._mass, self._error = passes.mass(*self._row), passes.mass_error
+
+    def lowest(self, scaled: Scaled) -> float:
+        """Of scaled [n]: all scores, or those near the best; −∞ if these don't reach top_p."""
+        found = _top_p_threshold(scaled, self._top_p, self._mass, self._error)
+        if found is None:  # too close to call
+            self._mass, self._error = exact_mass(*self._row), 0.0
+            found = _top_p_threshold(scaled, self._top_p, self._mass, 0.0)
+            assert found is not None
+        return found
 
 
-def _top_p_threshold(scaled: Scaled, top_p: float, whole: float | None) -> float:
-    """The lowest of scaled [n] that top_p keeps. whole: all tokens' mass; None: these are all."""
+def _top_p_threshold(
+    scaled: Scaled, top_p: float, mass: float | None, error: float
+) -> float | None:
+    """The lowest of scaled [n] that top_p keeps. mass: of all tokens, None if these are all; off by
+    no more than the share `error` of it. None: it depends on that error.
+    """
     probs = np.exp(scaled)
     reached = float(probs.sum())
-    wanted = top_p * (reached if whole is None else whole)
-    if reached < wanted:
-        return _NEVER
+    wanted = top_p * (reached if mass is None else mass)
+    unsure = error * wanted
+    if reached < wanted + unsure:
+        return _NEVER if reached < wanted - unsure or not error else None
     if scaled.size > _SORTABLE:  # sort only the tokens around the cut
         bins = np.minimum(scaled * -64, 2048).astype(np.int64)
         above = np.bincount(bins, weights=probs).cumsum()
+        if error and np.abs(above - wanted).min() <= unsure:
+            return None
         cut = min(int(np.searchsorted(above, wanted)), above.size - 1)
         wanted -= above[cut - 1] if cut else 0.0
         scaled = scaled[bins == cut]
     ranked = np.sort(scaled)
     probs = np.exp(ranked)[::-1]
     before = probs.cumsum() - probs
+    if error and np.abs(before - wanted).min() <= unsure:
+        return None
     return float(ranked[-np.count_nonzero(before < wanted)])

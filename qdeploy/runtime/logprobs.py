@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from qdeploy.runtime.filters import REACHES, Ids, Row, mass, near
+from qdeploy.runtime.filters import REACHES, near
 from qdeploy.runtime.outputs import TokenLogprob
+from qdeploy.runtime.row_passes import Ids, Row, exact_mass
 
 
 def token_logprob(logits: Row, token: int, num_top: int) -> TokenLogprob:
     """Log-probability and rank of `token` under raw logits [vocab], with the num_top best."""
     highest = logits.max()
-    total = float(highest) + math.log(mass(logits, highest, 1.0))
+    total = float(highest) + math.log(exact_mass(logits, highest, 1.0))
     return TokenLogprob(
         token_id=token,
         logprob=float(logits[token]) - total,

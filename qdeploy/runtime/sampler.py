@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdeploy.runtime.contenders import contenders
-from qdeploy.runtime.filters import Row, filter_tokens, scale
+from qdeploy.runtime.filters import filter_tokens, scale
 from qdeploy.runtime.logprobs import token_logprob
 from qdeploy.runtime.noise import gumbel, noise_key
 from qdeploy.runtime.outputs import TokenLogprob
 from qdeploy.runtime.processors import NEVER, make_processors
 from qdeploy.runtime.request import Request
+from qdeploy.runtime.row_passes import Row, row_passes
 from qdeploy.runtime.scratch import scratch
 
 _NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens or a grammar leave no token to sample"
@@ -86,7 +86,7 @@ def draw(scores: Row, best: int, request: Request) -> int:
     if params.min_p > 0 or 0 < params.top_k < scores.size or params.top_p < 1:
         ids, scaled = filter_tokens(scores, scores[best], params)
     else:
-        ids = contenders(scores, best, key, params.temperature)
+        ids = row_passes().contenders(scores, best, key, params.temperature)
         if len(ids) == 1:
             return int(ids[0])
         scaled = scale(scores[ids], scores[best], params.temperature)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qdeploy.runtime.bad_words import ban_sequences
-from qdeploy.runtime.filters import Row
 from qdeploy.runtime.request import Request
+from qdeploy.runtime.row_passes import Row
 from qdeploy.runtime.sampler import process_logits, sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.tokenizer import Tokenizer

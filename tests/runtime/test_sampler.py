@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdeploy.runtime.filters import Row, filter_tokens
+from qdeploy.runtime.filters import filter_tokens
 from qdeploy.runtime.logprobs import token_logprob
 from qdeploy.runtime.noise import (
     MAX_GUMBEL,
@@ -20,6 +20,7 @@ from qdeploy.runtime.noise import (
     token_noise,
 )
 from qdeploy.runtime.request import Request
+from qdeploy.runtime.row_passes import Row
 from qdeploy.runtime.sampler import draw, sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.seeds import request_seed

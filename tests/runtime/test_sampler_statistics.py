@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from qdeploy.runtime import sampler
-from qdeploy.runtime.contenders import in_numpy
-from qdeploy.runtime.filters import Row
 from qdeploy.runtime.request import Request
+from qdeploy.runtime.row_passes import NumpyPasses, Row
 from qdeploy.runtime.sampling_params import SamplingParams
 
 NUM_DRAWS = 200_000
@@ -105,7 +104,7 @@ def test_r11_pruning_keeps_the_distribution_of_a_vocabulary(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr(sampler, "contenders", in_numpy)
+        monkeypatch.setattr(sampler, "row_passes", NumpyPasses)
     logits = row(4000, 3.0)
     counts = np.bincount(draws(logits), minlength=4000)
     assert chi_square(counts, target(logits, 1.0)) > 1e-3

@@ -344,6 +344,15 @@ static void sample_row(Random& random) {
         check(i == 0 || ids[i - 1] < ids[i], "contenders rise");
         check(0 <= ids[i] && ids[i] < count && scores[ids[i]] > -INFINITY, "contenders are possible");
     }
+    int64_t above = 0;
+    double mass = 0;
+    for (int64_t i = 0; i < count; i++) {
+        above += scores[i] >= 0;
+        mass += std::exp((double)scores[i] - scores[best]);
+    }
+    check(qd_near(scores, count, 0, ids) == above, "scores above a limit are found");
+    check(qd_near(scores, count, -INFINITY, ids) == count, "all scores are found");
+    check(std::abs(qd_mass(scores, count, scores[best], 1) / mass - 1) < 1e-5, "the mass of a row");
 }
 
 int main(int count, char** arguments) {

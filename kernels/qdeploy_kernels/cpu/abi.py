@@ -179,6 +179,8 @@ def declare(library: ctypes.CDLL) -> None:
             c_int64,
             [handle, c_int64, c_int64, c_double, c_uint64, handle],
         ),
+        "qd_near": (c_int64, [handle, c_int64, c_float, handle]),
+        "qd_mass": (c_double, [handle, c_int64, c_float, c_double]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
