@@ -15,7 +15,7 @@ def ban_sequences(
     """
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
-        for text in (word, " " + word.lstrip()):
+        for text in (word.lstrip(), " " + word.lstrip()):
             ids = tuple(encode(text))
             if ids:
                 found[ids] = None

@@ -90,17 +90,15 @@ class _Nucleus:
 
     def lowest(self, scaled: Scaled) -> float:
         """Of scaled [n]: all scores, or those near the best; −∞ if these don't reach top_p."""
-        found = _top_p_threshold(scaled, self._top_p, self._mass, self._error)
+        found = top_p_threshold(scaled, self._top_p, self._mass, self._error)
         if found is None:  # too close to call
             self._mass, self._error = exact_mass(*self._row), 0.0
-            found = _top_p_threshold(scaled, self._top_p, self._mass, 0.0)
+            found = top_p_threshold(scaled, self._top_p, self._mass, 0.0)
             assert found is not None
         return found
 
 
-def _top_p_threshold(
-    scaled: Scaled, top_p: float, mass: float | None, error: float
-) -> float | None:
+def top_p_threshold(scaled: Scaled, top_p: float, mass: float | None, error: float) -> float | None:
     """The lowest of scaled [n] that top_p keeps. mass: of all tokens, None if these are all; off by
     no more than the share `error` of it. None: it depends on that error.
     """
@@ -108,8 +106,10 @@ def _top_p_threshold(
     reached = float(probs.sum())
     wanted = top_p * (reached if mass is None else mass)
     unsure = error * wanted
-    if reached < wanted + unsure:
-        return _NEVER if reached < wanted - unsure or not error else None
+    if reached < wanted - unsure:
+        return _NEVER
+    if error and reached <= wanted + unsure:
+        return None
     if scaled.size > _SORTABLE:  # sort only the tokens around the cut
         bins = np.minimum(scaled * -64, 2048).astype(np.int64)
         above = np.bincount(bins, weights=probs).cumsum()

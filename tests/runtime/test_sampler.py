@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdeploy.runtime.filters import filter_tokens
+from qdeploy.runtime.filters import filter_tokens, top_p_threshold
 from qdeploy.runtime.logprobs import token_logprob
 from qdeploy.runtime.noise import (
     MAX_GUMBEL,
@@ -241,6 +241,21 @@ def test_tokens_that_tie_with_the_last_one_kept_stay() -> None:
         3,
         4,
     ]
+
+
+@pytest.mark.parametrize("size", [3, 3000])  # sorted at once, or by bins first
+def test_a_cut_that_depends_on_the_error_of_the_mass_is_not_made(size: int) -> None:
+    scaled = np.linspace(0, -7, size)
+    reached = np.exp(scaled).cumsum()
+    for kept in (1, size // 2, size - 1):
+        exactly = float(reached[kept - 1] / reached[-1])
+        for top_p, sure in ((exactly * (1 + 1e-7), False), (exactly * (1 - 1e-7), False)):
+            assert (top_p_threshold(scaled, top_p, float(reached[-1]), 1e-6) is not None) == sure
+        middle = float((reached[kept - 1] + reached[kept]) / 2 / reached[-1])
+        found = top_p_threshold(scaled, middle, float(reached[-1]), 1e-9)
+        assert found == top_p_threshold(scaled, middle, float(reached[-1]), 0.0) == scaled[kept]
+    assert top_p_threshold(scaled, 0.5, float(reached[-1]) * 2, 1e-6) is None
+    assert top_p_threshold(scaled, 0.5, float(reached[-1]) * 3, 1e-6) == -np.inf
 
 
 def test_seeds() -> None:
