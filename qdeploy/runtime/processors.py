@@ -90,7 +90,10 @@ class LogitBias:
 
 
 class BadWords:
-    """Bans the last token of a sequence where the output ends with all the others (as vLLM)."""
+    """Bans the last token of a sequence where the output ends with all the others (as vLLM).
+
+    A tokenizer may know tokens for which the model has no logit: these never come anyway.
+    """
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         singles = [sequence[0] for sequence in sequences if len(sequence) == 1]
@@ -102,14 +105,15 @@ class BadWords:
 
     def apply(self, scores: Row, request: Request) -> None:
         """Ban what would complete a sequence."""
-        scores[self._always] = NEVER
+        scores[self._always[self._always < scores.size]] = NEVER
         num_output = request.num_output_tokens
         if not self._after or not num_output:
             return
         tokens = request.token_ids
         for sequence in self._after.get(tokens[-1], ()):
             size = len(sequence) - 1
-            if size <= num_output and tuple(tokens[-size:]) == tuple(sequence[:-1]):
+            follows = size <= num_output and tuple(tokens[-size:]) == tuple(sequence[:-1])
+            if follows and sequence[-1] < scores.size:
                 scores[sequence[-1]] = NEVER
 
 

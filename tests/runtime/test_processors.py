@@ -111,6 +111,12 @@ def test_bad_words_do_not_look_into_the_prompt() -> None:
         assert np.isfinite(found).all()
 
 
+def test_bad_words_that_the_model_cannot_write_are_no_error() -> None:
+    words = [[VOCAB], [VOCAB + 9], [5, VOCAB], [5, 6]]
+    found = process_logits(row(), request([1], [5], bad_words=words), ())
+    assert np.flatnonzero(np.isinf(found)).tolist() == [6]
+
+
 def test_words_are_banned_with_and_without_a_space(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, add_bos=True))
 
