@@ -1,7 +1,9 @@
 """FP8 weights: E4M3 values, a scale for each row or each block of 128 x 128; no calibration.
 
-Scales are absmax / 448 and are rounded to their dtype on disk before anything is computed from
-them, so that the codes belong to the scales that a reader sees.
+A scale is absmax / 448, or up to twice that: where the large weights fall between powers of two
+decides how finely they are rounded, so the factor of the least squared error is taken. Scales are
+rounded to their dtype on disk before anything is computed from them: codes belong to the scales
+that a reader sees.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
-from qdeploy.quantization.numerics import e4m3_codes, expand_groups, storable_scales
+from qdeploy.quantization.numerics import e4m3_codes, e4m3_values, storable_scales
 from qdeploy.quantization.rtn import stored_bias
 from qdeploy.quantization.scheme import E4M3_MAX, QuantizedLinear, QuantScheme
+
+#: What absmax / 448 is multiplied by. A factor of 2 only shifts exponents.
+SCALE_FACTORS = tuple(2 ** (step / 8) for step in range(8))
 
 
 def fp8_quantize(
@@ -32,27 +37,34 @@ def fp8_quantize(
     """
     out_features, in_features = weight.shape
     rows, columns = scheme.block(out_features, in_features)
-    largest = block_largest(weight.float().abs(), rows, columns)
-    scales = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
-    scales = storable_scales(scales, scale_dtype).repeat_interleave(rows, dim=0)[:out_features]
-    g_idx = short_last_group(in_features, columns)
-    spread = expand_groups(scales.float(), in_features, g_idx)
+    padded = pad(weight.float(), (0, -in_features % columns, 0, -out_features % rows))
+    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
+    grid = _searched_scales(blocks, scale_dtype)
+    codes = e4m3_codes(blocks / grid[:, None, :, None].float()).view(padded.shape)
+    scales = grid.repeat_interleave(rows, dim=0)[:out_features].contiguous()
     return QuantizedLinear(
-        codes=e4m3_codes(weight.float() / spread),
-        scales=scales.contiguous(),
+        codes=codes[:out_features, :in_features].contiguous(),
+        scales=scales,
         zero_points=torch.zeros(scales.shape, dtype=torch.uint8),
         scheme=scheme,
-        g_idx=g_idx,
+        g_idx=short_last_group(in_features, columns),
         bias=bias,
     )
 
 
-def block_largest(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
-    """The largest value of each block of magnitudes [out, in]: [⌈out/rows⌉, ⌈in/columns⌉]."""
-    out_features, in_features = magnitudes.shape
-    padded = pad(magnitudes, (0, -in_features % columns, 0, -out_features % rows))
-    blocks = padded.view(-1, rows, padded.shape[1] // columns, columns)
-    return torch.amax(blocks, (1, 3))
+def _searched_scales(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [block rows, groups] of blocks [block rows, rows, groups, columns], in `dtype`."""
+    largest = torch.amax(blocks.abs(), (1, 3))
+    plain = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+    best = storable_scales(plain, dtype)
+    least = torch.full_like(plain, torch.inf)
+    for factor in SCALE_FACTORS:
+        scales = storable_scales(plain * factor, dtype)
+        spread = scales[:, None, :, None].float()
+        error = (e4m3_values(e4m3_codes(blocks / spread)) * spread - blocks).square_().sum((1, 3))
+        better = error < least
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    return best
 
 
 def short_last_group(in_features: int, group: int) -> Tensor | None:
