@@ -45,6 +45,8 @@ inline std::vector<Fault<qd_model, qd_layer*>> model_faults() {
         {"W4 in groups of 0", [](M, L l) { l->o.kind = QD_W4, l->o.group = 0; }},
         {"W8 in groups of 4", [](M, L l) { l->o.kind = QD_W8, l->o.group = 4; }},
         {"W4 in groups that don't divide", [](M, L l) { l->o.kind = QD_W4, l->o.group = l->o.cols + 8; }},
+        {"FP8 in groups of 0", [](M, L l) { l->o.kind = QD_FP8, l->o.group = 0; }},
+        {"FP8 in groups of 6", [](M, L l) { l->o.kind = QD_FP8, l->o.group = 6; }},
         {"tiles that are too small", [](M, L l) { l->down.tile_bytes -= 64; }},
         {"tiles of an odd size", [](M, L l) { l->down.tile_bytes += 1; }},
         {"null tiles", [](M, L l) { l->gate_up.tiles = nullptr; }},

@@ -80,7 +80,29 @@ inline int64_t group_bytes(const qd_matrix& m) {
     return (m.kind == QD_W4 ? 16 : 32) * (int64_t)m.group + (m.symmetric ? 64 : 96);
 }
 
-// Weights of about ±spread. group counts for W4 and W8 only.
+// FP8: the column after the group that begins at `first`, filled to fours.
+inline int64_t fp8_end(const qd_matrix& m, int64_t first) {
+    return up(first + m.group < m.cols ? first + m.group : m.cols, 4);
+}
+
+inline float e4m3(uint8_t byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return byte & 128 ? -size : size;
+}
+
+inline void fill_fp8(const qd_matrix& m, uint8_t* at, Random& random, uint32_t padding, float spread) {
+    for (int64_t first = 0; first < m.cols; first += m.group) {
+        const int64_t last = fp8_end(m, first);
+        for (int64_t i = 0; i < (last - first) * 32; i++) at[i] = (uint8_t)(random.between(0, 126) + 128 * random.between(0, 1));
+        at += (last - first) * 32;
+        for (int place = 0; place < 32; place++)
+            ((float*)at)[place] = padding >> place & 1 ? 0 : spread / 448 * (1.0f + 0.5f * random.real());
+        at += 128;
+    }
+}
+
+// Weights of about ±spread. group counts for W4, W8 and FP8 only.
 inline qd_matrix random_matrix(Arena& arena, Random& random, int rows, int cols, int kind, int group,
                                bool paired, float spread) {
     qd_matrix m = {};
@@ -92,13 +114,21 @@ inline qd_matrix random_matrix(Arena& arena, Random& random, int rows, int cols,
         m.group = group, m.symmetric = random.chance(50);
         code_bytes = kind == QD_W4 ? 16 * (int64_t)cols : 32 * (int64_t)cols;
     }
+    if (kind == QD_FP8) {
+        m.group = group, m.symmetric = true;
+        code_bytes = 32 * up(cols, 4) + 128 * ((cols + group - 1) / group);
+    }
     const int64_t groups = codes ? cols / group : 0;
     m.tile_bytes = up(code_bytes + groups * (codes && m.symmetric ? 64 : 96), 64);
     uint8_t* memory = arena.array<uint8_t>(tiles * m.tile_bytes);
     for (int64_t t = 0; t < tiles; t++) {
         uint8_t* tile = memory + t * m.tile_bytes;
         const auto pads = [&](int place) { return row_at(rows, paired, t, place) < 0; };
-        if (codes) {
+        if (kind == QD_FP8) {
+            uint32_t padding = 0;
+            for (int place = 0; place < 32; place++) padding |= (uint32_t)pads(place) << place;
+            fill_fp8(m, tile, random, padding, spread);
+        } else if (codes) {
             const float step = spread / (kind == QD_W4 ? 8 : 128);
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* at = tile + g * group_bytes(m);
@@ -139,6 +169,13 @@ inline float weight(const qd_matrix& m, int64_t tile, int place, int64_t c) {
         float w;
         std::memcpy(&w, &bits, sizeof w);
         return w;
+    }
+    if (m.kind == QD_FP8) {
+        int64_t first = 0;
+        for (; first + m.group <= c; first += m.group) at += (fp8_end(m, first) - first) * 32 + 128;
+        const int order[4] = {0, 2, 1, 3};
+        const uint8_t byte = at[(c - first) / 4 * 128 + place * 4 + order[(c - first) % 4]];
+        return e4m3(byte) * ((const float*)(at + (fp8_end(m, first) - first) * 32))[place];
     }
     at += c / m.group * group_bytes(m);
     c %= m.group;
@@ -210,13 +247,15 @@ private:
         const int place = token % 32;
         if (m.kind == QD_F32) ((float*)tile)[place] = NAN;
         else if (m.kind == QD_BF16) ((uint16_t*)tile)[place * 2] = 0x7fc0;
+        else if (m.kind == QD_FP8) ((float*)(tile + fp8_end(m, 0) * 32))[place] = NAN;
         else ((uint16_t*)(tile + (m.kind == QD_W4 ? 16 : 32) * (int64_t)m.group))[place] = 0x7e00;
     }
 
     qd_matrix matrix(Random& random, int rows, int cols, bool floats, bool paired, float spread) {
         const bool dense = floats || cols % 8 != 0;
-        const int kind = (int)random.between(dense ? QD_BF16 : QD_W4, QD_F32);
-        const int group = kind == QD_W4 || kind == QD_W8 ? random_group(random, cols) : 0;
+        const int kind = (int)random.between(dense ? QD_BF16 : QD_W4, QD_FP8);
+        int group = kind == QD_W4 || kind == QD_W8 ? random_group(random, cols) : 0;
+        if (kind == QD_FP8) group = random.chance(40) ? cols : 4 * (int)random.between(1, cols / 4 + 1);
         return random_matrix(arena, random, rows, cols, kind, group, paired, spread);
     }
 
