@@ -42,8 +42,18 @@ QD_INLINE void sum4_i(const I (&x)[4], int32_t* out) {
 QD_INLINE void largest4_i(const I (&x)[4], int32_t* out) {
     for (int i = 0; i < 4; i++) out[i] = largest_i(x[i]);
 }
-// 4 bytes a lane of float8, elements 0, 2, 1, 3 → pairs (0, 1) and (2, 3).
+// 4 bytes a lane of float8, elements 0, 2, 1, 3 → pairs (0, 1) and (2, 3). Normal numbers need their
+// exponent moved by 120; where any isn't, all go by way of float32.
 QD_INLINE void widen_fp8(I v, I (&out)[2]) {
+    const I exponents = and_i(v, set_i(0x78787878));
+    if (__builtin_expect(every_top_bit(add_i(exponents, set_i(0x78787878))), 1)) {
+        for (int p = 0; p < 2; p++) {
+            const I word = p ? v : shift_left<8>(v);  // each in the high byte of its half
+            const I sign = and_i(word, set_i((int32_t)0x80008000u));
+            out[p] = add_i(or_i(sign, and_i(shift_right<4>(word), set_i(0x07f007f0))), set_i(0x3c003c00));
+        }
+        return;
+    }
     const I byte = set_i(255);
     const I even = bits(e4m3_value(and_i(v, byte))), odd = bits(e4m3_value(and_i(shift_right<16>(v), byte)));
     out[0] = or_i(shift_right<16>(even), odd);

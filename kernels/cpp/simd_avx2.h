@@ -151,6 +151,8 @@ QD_INLINE __m256i dot_u8_half(__m256i acc, __m256i u, __m256i s) {  // 16-bit pr
 }
 QD_INLINE I dot_u8(I acc, I u, I s) { return {dot_u8_half(acc.a, u.a, s.a), dot_u8_half(acc.b, u.b, s.b)}; }
 QD_INLINE I dot_u4(I acc, I u, I s) { return {dot_u4_half(acc.a, u.a, s.a), dot_u4_half(acc.b, u.b, s.b)}; }
+// Whether the top bit of every byte is set.
+QD_INLINE bool every_top_bit(I v) { return _mm256_movemask_epi8(_mm256_and_si256(v.a, v.b)) == -1; }
 QD_INLINE I low_nibbles(I v) { return and_i(v, set_i(0x0f0f0f0f)); }
 QD_INLINE I high_nibbles(I v) { return and_i(shift_right<4>(v), set_i(0x0f0f0f0f)); }
 

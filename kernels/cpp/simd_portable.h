@@ -147,6 +147,12 @@ QD_INLINE I dot_u8(I acc, I u, I s) {
                   a[4 * i + 3] * b[4 * i + 3]);
 }
 QD_INLINE I dot_u4(I acc, I u, I s) { return dot_u8(acc, u, s); }
+// Whether the top bit of every byte is set.
+QD_INLINE bool every_top_bit(I v) {
+    uint32_t all = 0x80808080u;
+    QD_EACH all &= (uint32_t)v.v[i];
+    return all == 0x80808080u;
+}
 QD_INLINE I low_nibbles(I v) { return and_i(v, set_i(0x0f0f0f0f)); }
 QD_INLINE I high_nibbles(I v) { return and_i(shift_right<4>(v), set_i(0x0f0f0f0f)); }
 
