@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.runtime.preemption import check_preemption
 from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
 
 DEFAULT_SWAP_SPACE_BYTES = 1 << 30
@@ -41,8 +42,4 @@ class EngineConfig:
                 raise UsageError(
                     f"{name}={getattr(self, name)} is not allowed; give 1 or more", param=name
                 )
-        if self.swap_space_bytes < 0:
-            raise UsageError(
-                f"swap_space={self.swap_space_bytes} is negative; give 0 or more bytes",
-                param="swap_space",
-            )
+        check_preemption(self.preemption, self.swap_space_bytes)

@@ -13,8 +13,8 @@ from typing import Any, cast
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress, Silent
-from qdeploy.runtime.engine import Engine
 from qdeploy.runtime.engine_config import EngineConfig
+from qdeploy.runtime.engine_loading import load_engine
 from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput
 from qdeploy.runtime.sampling_params import SamplingParams, sampling_defaults
 from qdeploy.runtime.speculation.config import SpeculativeConfig
@@ -59,7 +59,6 @@ class LLM:
     ) -> None:
         from qdeploy.formats.sources import resolve_model
         from qdeploy.runtime.executors import load_executor
-        from qdeploy.runtime.speculation.loading import load_drafter
 
         shown: Progress = Silent() if progress is None else progress
         self.folder = resolve_model(str(model), shown)
@@ -84,20 +83,13 @@ class LLM:
             speculative=speculative_config,
             seed=seed,
         )
-        drafter = load_drafter(
-            config,
+        self.engine = load_engine(
             executor,
+            config,
             folder=self.folder,
             tokenizer=self.tokenizer,
             threads=threads,
             progress=shown,
-        )
-        self.engine = Engine(
-            executor,
-            config,
-            self.tokenizer.eos_token_ids,
-            tokenizer=self.tokenizer,
-            drafter=drafter,
         )
         self._ids = itertools.count()
 

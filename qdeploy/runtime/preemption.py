@@ -11,9 +11,27 @@ _KEEP = 0.8  # of the older measurements, per new one
 _LEAST_TOKENS = 16  # a step with fewer tokens of prompts says little about prompts
 
 
+def check_preemption(mode: str, swap_space_bytes: int) -> None:
+    """UsageError for an unknown mode, and for one that asks for space which isn't given."""
+    if mode not in PREEMPTION_MODES:
+        raise UsageError(
+            f"preemption={mode!r} is unknown; choose one of {', '.join(PREEMPTION_MODES)}",
+            param="preemption",
+        )
+    if swap_space_bytes < 0:
+        raise UsageError(
+            f"swap_space={swap_space_bytes} is negative; give 0 or more bytes", param="swap_space"
+        )
+    if mode == "swap" and swap_space_bytes == 0:
+        raise UsageError(
+            "preemption=swap needs swap_space above 0; give some, or preemption=recompute",
+            param="swap_space",
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class PreemptionPolicy:
-    """mode: auto, recompute or swap. The initial costs are of a small model on a few cores; the
+    """mode: one of PREEMPTION_MODES. The initial costs are of a small model on a few cores; the
     first steps replace them.
     """
 
@@ -22,13 +40,6 @@ class PreemptionPolicy:
     seconds_per_byte: float = 1e-9
     _measured_tokens: bool = False
     _measured_bytes: bool = False
-
-    def __post_init__(self) -> None:
-        if self.mode not in PREEMPTION_MODES:
-            raise UsageError(
-                f"preemption={self.mode!r} is unknown; choose one of {', '.join(PREEMPTION_MODES)}",
-                param="preemption",
-            )
 
     def prefers_swap(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether moving num_bytes out and in again costs less than computing num_tokens."""

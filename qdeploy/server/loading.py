@@ -12,13 +12,12 @@ from qdeploy.formats.sources import resolve_model
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.progress import Progress
 from qdeploy.runtime.async_engine import AsyncEngine
-from qdeploy.runtime.engine import Engine
 from qdeploy.runtime.engine_config import EngineConfig
+from qdeploy.runtime.engine_loading import load_engine
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.llm import resolve_kv_config
 from qdeploy.runtime.sampling_params import sampling_defaults
-from qdeploy.runtime.speculation.loading import load_drafter
 from qdeploy.runtime.tokenizer import Tokenizer
 from qdeploy.server.app import create_app
 from qdeploy.server.settings import ServerSettings
@@ -101,16 +100,16 @@ def _engine(
         speculative=settings.speculative,
         seed=settings.seed,
     )
-    drafter = load_drafter(
-        config,
+    engine = load_engine(
         executor,
+        config,
         folder=folder,
         tokenizer=tokenizer,
         threads=settings.threads,
         progress=progress,
     )
     return AsyncEngine(
-        Engine(executor, config, tokenizer.eos_token_ids, tokenizer=tokenizer, drafter=drafter),
+        engine,
         max_num_seqs=settings.max_num_seqs,
         max_waiting=settings.max_queued_requests,
         request_timeout=settings.request_timeout,

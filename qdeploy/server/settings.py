@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qdeploy.errors import UsageError
 from qdeploy.runtime.engine_config import DEFAULT_SWAP_SPACE_BYTES
-from qdeploy.runtime.preemption import PREEMPTION_MODES
+from qdeploy.runtime.preemption import check_preemption
 from qdeploy.runtime.speculation.config import NO_SPECULATION, SpeculativeConfig
 
 
@@ -60,11 +60,6 @@ class ServerSettings:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_body_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1", param=name)
-        if self.preemption not in PREEMPTION_MODES:
-            raise UsageError(
-                f"preemption={self.preemption!r} is unknown; choose one of "
-                f"{', '.join(PREEMPTION_MODES)}",
-                param="preemption",
-            )
+        check_preemption(self.preemption, self.swap_space_bytes)
         if self.max_queued_requests < 0 or self.shutdown_timeout < 0:
             raise UsageError("max_queued_requests and shutdown_timeout must be at least 0")

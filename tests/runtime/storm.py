@@ -48,6 +48,28 @@ class Storm:
     fails: tuple[int, ...] = ()
 
 
+def crowded(**changes: object) -> Storm:
+    """Three long sampled requests in a cache that holds little more than one of them."""
+    storm = Storm(
+        kv=KVCacheConfig(dtype="int4", block_size=16),
+        arrivals=tuple(
+            Arrival(
+                at=i,
+                abort=-1,
+                prompt=tuple(range(i, i + 15)),
+                params=SamplingParams(max_tokens=50, temperature=0.9, seed=i, ignore_eos=True),
+            )
+            for i in range(3)
+        ),
+        extra_blocks=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=24,
+        chunked=True,
+        max_model_len=72,
+    )
+    return replace(storm, **changes)  # type: ignore[arg-type]
+
+
 def kv_configs(block_size: int) -> st.SearchStrategy[KVCacheConfig]:
     return st.builds(
         KVCacheConfig,
@@ -104,7 +126,7 @@ def storms(
         max_model_len=st.just(max_model_len),
         prefix_caching=st.sampled_from([True, True, True, False]),
         preemption=st.sampled_from(PREEMPTION_MODES),
-        swap_space_bytes=st.sampled_from([0, 40_000, 1 << 30]),
+        swap_space_bytes=st.sampled_from([1, 40_000, 1 << 30]),
         fails=st.one_of(st.just(()), steps) if may_fail else st.just(()),
     )
 

@@ -14,7 +14,7 @@ from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.preemption import PREEMPTION_MODES
 from qdeploy.runtime.sampling_params import SamplingParams
 from runtime.fake_executor import VOCAB, FakeExecutor
-from runtime.storm import Arrival, Storm, assert_equals_solo, storms, twice
+from runtime.storm import Arrival, Storm, assert_equals_solo, crowded, storms, twice
 
 STORMS = storms(VOCAB, block_size=8, max_model_len=60, max_arrivals=6, may_fail=True)
 #: One KV group each: full attention, Gemma-like, all layers sliding, windows of odd lengths.
@@ -48,9 +48,9 @@ def test_every_request_equals_its_solo_run(
     ride(twice(storm) if again else storm, windows)
 
 
-def crowded(dtype: str, **changes: object) -> Storm:
+def packed(dtype: str, **changes: object) -> Storm:
     """Four long requests in a cache that holds little more than one."""
-    storm = Storm(
+    storm = crowded(
         kv=KVCacheConfig(dtype=dtype, block_size=8),
         arrivals=tuple(
             Arrival(
@@ -64,7 +64,6 @@ def crowded(dtype: str, **changes: object) -> Storm:
         extra_blocks=3,
         max_num_seqs=4,
         max_num_batched_tokens=16,
-        chunked=True,
         max_model_len=60,
     )
     return replace(storm, **changes)  # type: ignore[arg-type]
@@ -73,7 +72,7 @@ def crowded(dtype: str, **changes: object) -> Storm:
 @pytest.mark.parametrize("dtype", ["int4", "bf16"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_a_storm_in_the_smallest_cache_preempts(dtype: str, mode: str) -> None:
-    stats = ride(crowded(dtype, preemption=mode, extra_blocks=6)).stats()
+    stats = ride(packed(dtype, preemption=mode, extra_blocks=6)).stats()
     assert stats.num_preemptions_total > 0
     if mode != "auto":
         assert stats.num_swaps_total == (stats.num_preemptions_total if mode == "swap" else 0)
@@ -82,7 +81,7 @@ def test_a_storm_in_the_smallest_cache_preempts(dtype: str, mode: str) -> None:
 def test_r09_when_swap_space_runs_out_requests_are_recomputed() -> None:
     """A pool for one, n=8, and room on the host for a few blocks only."""
     request = Arrival(at=0, abort=-1, prompt=(1,) * 20, params=LONG)
-    storm = crowded("int4", arrivals=(request, request), extra_blocks=12, max_num_seqs=8)
+    storm = packed("int4", arrivals=(request, request), extra_blocks=12, max_num_seqs=8)
     stats = ride(replace(storm, preemption="swap", swap_space_bytes=250)).stats()
     assert 0 < stats.num_swaps_total < stats.num_preemptions_total
 
@@ -112,7 +111,7 @@ def test_r09_bytes_that_cannot_be_moved_are_computed_anew() -> None:
         executors.append(Clumsy(config.kv))
         return Engine(executors[-1], config, frozenset({7}))
 
-    storm = crowded("int4", preemption="swap", prefix_caching=False, extra_blocks=6)
+    storm = packed("int4", preemption="swap", prefix_caching=False, extra_blocks=6)
     assert assert_equals_solo(storm, make_engine).num_swaps_total > 1
     assert executors[-1].moves > 1
 
@@ -123,7 +122,7 @@ def test_r10_r17_eight_long_requests_a_tiny_pool_and_failing_steps() -> None:
         for i in range(8)
     )
     for mode in ("swap", "recompute"):
-        storm = crowded("int4", arrivals=arrivals, preemption=mode, max_num_seqs=8, extra_blocks=8)
+        storm = packed("int4", arrivals=arrivals, preemption=mode, max_num_seqs=8, extra_blocks=8)
         stats = ride(replace(storm, fails=(9, 60))).stats()
         assert stats.num_preemptions_total > 0
         assert 0 < stats.finished["error"] < 8
@@ -132,7 +131,7 @@ def test_r10_r17_eight_long_requests_a_tiny_pool_and_failing_steps() -> None:
 def test_r15_one_prompt_twenty_times() -> None:
     prompt = tuple(t % 5 for t in range(37))
     request = Arrival(at=0, abort=-1, prompt=prompt, params=SamplingParams(temperature=0))
-    storm = crowded("int4", arrivals=tuple(replace(request, at=2 * i) for i in range(20)))
+    storm = packed("int4", arrivals=tuple(replace(request, at=2 * i) for i in range(20)))
     stats = ride(replace(storm, extra_blocks=20)).stats()
     assert stats.prefix_cache_hits_total == 19 * 32
     assert stats.prefix_cache_queries_total == 20 * 37

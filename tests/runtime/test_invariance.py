@@ -20,7 +20,7 @@ from qdeploy.runtime.engine_config import EngineConfig
 from qdeploy.runtime.executors import load_executor
 from qdeploy.runtime.executors.base import Executor
 from qdeploy.runtime.sampling_params import SamplingParams
-from runtime.storm import Arrival, Storm, assert_equals_solo, storms
+from runtime.storm import Arrival, Storm, assert_equals_solo, crowded, storms
 from tiny_models import tiny_checkpoint
 
 SECONDS = 12
@@ -106,28 +106,6 @@ def test_many_schedules(executors: Executors, number: int) -> None:
 def test_many_schedules_with_windows(sliding: Executors) -> None:
     count = 1000 if next(sliding._loaded).name == "cpu" else 50
     weather(sliding, count, float("inf"), 1)
-
-
-def crowded(**changes: object) -> Storm:
-    """Three requests in a cache that holds little more than one of them."""
-    storm = Storm(
-        kv=KV,
-        arrivals=tuple(
-            Arrival(
-                at=i,
-                abort=-1,
-                prompt=tuple(range(i, i + 15)),
-                params=SamplingParams(max_tokens=50, temperature=0.9, seed=i, ignore_eos=True),
-            )
-            for i in range(3)
-        ),
-        extra_blocks=4,
-        max_num_seqs=3,
-        max_num_batched_tokens=24,
-        chunked=True,
-        max_model_len=MAX_MODEL_LEN,
-    )
-    return replace(storm, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

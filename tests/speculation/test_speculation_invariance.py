@@ -24,7 +24,7 @@ from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.speculation.base import Drafter
 from qdeploy.runtime.speculation.loading import make_model_drafter
 from qdeploy.runtime.speculation.ngram import NgramDrafter
-from runtime.storm import Arrival, Storm, storms
+from runtime.storm import Arrival, Storm, crowded, storms
 from speculation.stress import (
     Answers,
     StressDrafter,
@@ -101,7 +101,7 @@ def test_r28_drafts_change_nothing(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["int4", "k8v4", "bf16"])
 def test_a_full_cache_with_drafts(models: Models, dtype: str, method: str) -> None:
-    storm = Storm(
+    storm = crowded(
         kv=KVCacheConfig(dtype=dtype, block_size=16, residual_blocks=1),
         arrivals=tuple(
             Arrival(
@@ -112,11 +112,6 @@ def test_a_full_cache_with_drafts(models: Models, dtype: str, method: str) -> No
             )
             for i in range(3)
         ),
-        extra_blocks=4,
-        max_num_seqs=3,
-        max_num_batched_tokens=24,
-        chunked=True,
-        max_model_len=MAX_MODEL_LEN,
     )
     assert_drafts_change_nothing(storm, models.engine, lambda c, a: models.drafter(method, c, a), 5)
 
