@@ -172,6 +172,24 @@ def test_prompts_share_prefixes_in_the_draft_too() -> None:
 
 
 @pytest.mark.usefixtures("every_draft")
+def test_a_cached_prefix_may_reach_into_the_answer() -> None:
+    """Another request's first answer token filled the block; reading starts after it."""
+    e, params = engine(FakeExecutor(KV)), SamplingParams(temperature=0, max_tokens=20)
+    prompt = [1] * (2 * KV.block_size - 1)
+    expected = run(e, {"a": prompt}, params)["a/0"]
+    assert e.speculator is not None
+    e.add_request("b", prompt, params)
+    found: dict[str, list[int]] = {}
+    limit, e.speculator._max_drafts = e.speculator._max_drafts, 0
+    for _ in range(2):
+        collect(e.step(), found)
+    e.speculator._max_drafts = limit
+    rest = drain(e)["b/0"]
+    assert found["b/0"] + rest == expected
+    assert e.speculator.drafter is not None, "the drafter failed"
+
+
+@pytest.mark.usefixtures("every_draft")
 def test_without_blocks_for_everybody_some_aren_t_drafted() -> None:
     e = engine(FakeExecutor(KV), max_model_len=64, num_kv_blocks=10, max_num_seqs=4)
     prompts = {name: [i] * 30 for i, name in enumerate("abcd")}

@@ -26,6 +26,7 @@ class Shadow:
             cache_salt=original.cache_salt,
             bad_words=original.bad_words,
         )
+        self.request.token_ids[:] = original.token_ids
         self.num_known = self.request.num_tokens
 
     def follow(self, original: Request) -> int:
