@@ -77,7 +77,7 @@ class AwqFormat:
         scales = q.scales.to(torch.float16)
         if not torch.equal(scales.float(), q.scales.float()):
             raise UsageError("format awq stores float16 scales, which would round these; use gptq")
-        check_scales(scales)
+        check_scales(scales, q.scheme)
         tensors = {
             "qweight": pack_awq(q.codes.t()),
             "qzeros": pack_awq(q.zero_points.t()),
@@ -107,7 +107,7 @@ class AwqFormat:
     def unpack(self, tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedLinear:
         """Codes and zero points as uint8, scales as stored."""
         self.layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
-        check_scales(tensors["scales"])
+        check_scales(tensors["scales"], scheme)
         return QuantizedLinear(
             codes=unpack_awq(tensors["qweight"]).t().contiguous(),
             scales=tensors["scales"].t().contiguous(),

@@ -219,7 +219,7 @@ class CompressedTensorsFormat:
         if q.g_idx is not None:
             raise UsageError("format compressed-tensors needs whole groups in order; use gptq_v2")
         self.check_shape(q.scheme, *q.shape)
-        check_scales(q.scales)
+        check_scales(q.scales, q.scheme)
         tensors = _codec(q.scheme).pack(q)
         return tensors if q.bias is None else tensors | {"bias": q.bias}
 
@@ -233,7 +233,7 @@ class CompressedTensorsFormat:
     def unpack(self, tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedLinear:
         """Codes and zero points as uint8, scales as stored."""
         self.layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
-        check_scales(tensors["weight_scale"])
+        check_scales(tensors["weight_scale"], scheme)
         q = _codec(scheme).unpack(tensors, scheme)
         middle = 0 if scheme.number == "e4m3" else scheme.mid_code
         if scheme.symmetric and bool((q.zero_points != middle).any()):

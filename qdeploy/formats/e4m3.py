@@ -36,7 +36,7 @@ def unpack_layer(
     weight: Tensor, grid: Tensor, scheme: QuantScheme, bias: Tensor | None
 ) -> QuantizedLinear:
     """The layer of weight [out, in], float8, and its grid of scales, any shape of grid_shape's
-    size. FormatError for another dtype, NaN, and scales that aren't finite.
+    size. FormatError for another dtype, NaN, and scales that give no finite weights.
     """
     expect_dtype("weight", weight, torch.float8_e4m3fn)
     codes = weight.view(torch.uint8)
@@ -45,7 +45,7 @@ def unpack_layer(
     out_features, in_features = weight.shape
     rows, columns = scheme.block(out_features, in_features)
     grid = _float_scales(grid).reshape(grid_shape(scheme, out_features, in_features))
-    check_scales(grid)
+    check_scales(grid, scheme)
     scales = grid.repeat_interleave(rows, dim=0)[:out_features].contiguous()
     return QuantizedLinear(
         codes=codes,
@@ -62,7 +62,7 @@ def pack_layer(q: QuantizedLinear) -> tuple[Tensor, Tensor]:
 
     UsageError when the rows of a block don't have the same scales.
     """
-    check_scales(q.scales)
+    check_scales(q.scales, q.scheme)
     rows, _ = q.scheme.block(*q.shape)
     grid = q.scales[::rows].contiguous()
     if not torch.equal(grid.repeat_interleave(rows, dim=0)[: q.shape[0]], q.scales):

@@ -60,7 +60,7 @@ class GptqFormat:
         self.check_shape(q.scheme, *q.shape)
         if bool((q.zero_points < self.zero_offset).any()):
             raise UsageError("format gptq can't hold a zero point of 0; use --format gptq_v2")
-        check_scales(q.scales)
+        check_scales(q.scales, q.scheme)
         bits, in_features = q.scheme.bits, q.shape[1]
         group_size = in_features // q.scales.shape[1]
         g_idx = q.g_idx if q.g_idx is not None else torch.arange(in_features) // group_size
@@ -92,7 +92,7 @@ class GptqFormat:
         """Codes and zero points as uint8, scales as stored; g_idx None for groups in order."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         out_features, in_features = self.layout(shapes, scheme)
-        check_scales(tensors["scales"])
+        check_scales(tensors["scales"], scheme)
         stored = unpack_bits(tensors["qzeros"], scheme.bits, out_features)
         zeros, symmetric = self._zero_points(stored, scheme)
         groups = tensors["scales"].shape[0]

@@ -156,12 +156,15 @@ def expect_shape(name: str, shape: Shape, expected: Shape) -> None:
         )
 
 
-def check_scales(scales: Tensor) -> None:
-    """Raise FormatError for scales that are not finite floats."""
+def check_scales(scales: Tensor, scheme: QuantScheme) -> None:
+    """Raise FormatError for scales that are not floats or don't give finite weights."""
     if not scales.is_floating_point():
         raise FormatError(f"scales have dtype {scales.dtype}, expected a floating-point one")
-    if not bool(scales.isfinite().all()):
-        raise FormatError("scales hold NaN or infinity; quantize again or fetch the file again")
+    if not bool((scales.float() * scheme.max_value).isfinite().all()):
+        raise FormatError(
+            "scales hold NaN or infinity, or make a weight infinite; quantize again or fetch the "
+            "file again"
+        )
 
 
 def config_int(config: Mapping[str, Any], *keys: str) -> int:

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from formats.layer_samples import CHECKPOINTS, Q_PROJ, copy_checkpoint, random_layer, same
+from formats.layer_samples import (
+    CHECKPOINTS,
+    Q_PROJ,
+    copy_checkpoint,
+    random_fp8_layer,
+    random_layer,
+    same,
+)
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.packing import pack_bits
@@ -45,6 +52,22 @@ def test_a04_round_trip(
     )
     layer = random_layer(scheme, rows, groups[0] * groups[1], bias=bias)
     assert same(CT.unpack(CT.pack(layer), scheme), layer)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHT_FORMATS))
+def test_a03_scales_that_make_a_weight_infinite_are_refused(name: str) -> None:
+    """Finite themselves, but not times a code."""
+    if name == "fp8":
+        layer = random_fp8_layer(128, 128, block_rows=128, group_size=128)
+    else:
+        layer = random_layer(QuantScheme(symmetric=name == "gptq"))
+    fmt = WEIGHT_FORMATS.get(name)
+    tensors = fmt.pack(layer)
+    scales = next(n for n in tensors if "scale" in n)
+    tensors[scales] = tensors[scales].float()
+    tensors[scales][0, 0] = 1e38
+    with pytest.raises(FormatError, match="weight infinite"):
+        fmt.unpack(tensors, layer.scheme)
 
 
 def test_a12_documented_shapes_and_words() -> None:
