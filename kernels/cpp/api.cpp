@@ -122,11 +122,11 @@ int32_t qd_linear(void* model, const qd_matrix* matrix, const float* x, int32_t 
             std::memcpy(row.data(), x + (int64_t)r * m.cols, m.cols * sizeof(float));
             qd::put_row(row.data(), r, m, a, row.data() + a.width);
         }
-        const int64_t tiles = qd::round_up(m.rows, qd::TILE) / qd::TILE;
-        qd::multiply(m, qd::tile_kernels(m, act_mode), a, 0, rows, 0, tiles, [&](int64_t r, int64_t tile, const qd::F* values) {
-            float* at = out + (r * tiles + tile) * qd::TILE;
-            qd::store(at, values[0]), qd::store(at + qd::LANES, values[1]);
-        });
+        const int64_t tiles = qd::tiles_of(m);
+        qd::multiply(m, qd::tile_kernels(m, act_mode), a, 0, rows, 0, tiles,
+                     [&](int64_t r, int64_t tile, const qd::F* values) {
+                         qd::store_tile(out + r * tiles * qd::TILE, tile, values);
+                     });
         return 0;
     });
 }

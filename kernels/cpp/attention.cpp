@@ -139,8 +139,7 @@ void AttentionScratch::reserve(const KVLayout& kv, int most_rows) {
         carve.take(key_panel, kv.elements() * 4);
         carve.take(value_panel, kv.elements() * 4);
         if (memory) return;
-        if ((int64_t)memory_.size() >= carve.used + 64) std::memset(memory_.data(), 0, memory_.size());
-        else memory_.assign(carve.used + 64, 0);  // zero: paddings are read, and must be numbers
+        memory_.assign(carve.used + 64, 0);  // zero: paddings are read, and must be numbers
         memory = memory_.data() + (64 - (uintptr_t)memory_.data() % 64) % 64;
     }
 }

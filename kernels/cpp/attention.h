@@ -35,10 +35,10 @@ struct Block {
     bool sealed;
 };
 
-// Blocks first … last that a tile reads in a split; older ones may not be there any more.
 QD_INLINE int blocks_per_split(const KVLayout& kv) {
     return SPLIT_TOKENS > kv.block_size ? SPLIT_TOKENS / kv.block_size : 1;
 }
+// Blocks first … last that a tile reads in a split; older ones may not be there any more.
 QD_INLINE int first_block(const KVLayout& kv, const Tile& tile, int split, int window) {
     const int begin = split * blocks_per_split(kv), oldest = oldest_block(kv, window, tile.position);
     return begin > oldest ? begin : oldest;

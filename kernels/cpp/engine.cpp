@@ -81,7 +81,6 @@ Engine::Engine(Model& owner, const qd_kv_group* descriptions, int num_groups) : 
     const int heads = spec.q_heads / spec.kv_heads, block_size = groups[0].kv.block_size;
     attention.resize(model.threads().count());
     tile_rows = std::max(heads, std::min(192 / heads * heads, block_size * heads));
-    blocks_per_split = std::max(1, SPLIT_TOKENS / block_size);
 }
 
 void Engine::allocate(const int32_t* open, const int32_t* sealed) {

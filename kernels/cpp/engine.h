@@ -21,9 +21,8 @@ struct Plan {
     Engine* engine = nullptr;
     uint64_t first_phase = 0;
     int tokens = 0, logit_rows = 0;
-    bool alone = false;        // few rows: every thread prepares activations for itself
     bool split = false;        // few tiles: splits of keys are separate chunks
-    std::vector<int32_t> ids, positions, starts, counts, logit_tokens;
+    std::vector<int32_t> ids, positions, logit_tokens;
     std::vector<int64_t> tables;             // first table entry of each slice
     struct Table {
         std::vector<int32_t> open, sealed;   // per table entry: pool id, −1, or −2 − scratch block
@@ -92,7 +91,7 @@ private:
     std::unique_ptr<Threads> threads_;  // last: its workers use what is above
 };
 
-// So many rows are cheaper to prepare on every thread than to share. A late thread may then read
+// So few rows every thread prepares for itself: that is cheaper than to share them. A late thread may then read
 // what others overwrite, and drops the result; ThreadSanitizer can't know that, so none under it.
 #ifdef __SANITIZE_THREAD__
 constexpr int ALONE_ROWS = 0;
@@ -117,7 +116,7 @@ struct Engine {
     }
     // The first split that a tile reads something of, in layers of this window.
     int first_split(const Tile& tile, int window) const {
-        return oldest_block(groups[0].kv, window, tile.position) / blocks_per_split;
+        return oldest_block(groups[0].kv, window, tile.position) / blocks_per_split(groups[0].kv);
     }
 
     Model& model;
@@ -127,7 +126,6 @@ struct Engine {
     };
     std::vector<Place> places;  // [layers]
     std::vector<int> windows;   // different ones: of each schedule
-    int blocks_per_split;
     uint64_t last_step = 0;
     int tile_rows;  // rows of attention that one thread takes at a time
     Memory scratch, partials;

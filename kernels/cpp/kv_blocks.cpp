@@ -24,10 +24,11 @@ QD_INLINE float from_half(uint16_t x) {
 QD_INLINE F open_row(Panel kind, const uint8_t* panel, int vectors, int r, int v) {
     if (kind == Panel::FLOAT) return load((const float*)panel + ((int64_t)r * vectors + v) * LANES);
     const I pairs = load_i(panel + ((int64_t)(r / 2) * vectors + v) * 64);
-    return from_bits(r % 2 ? and_i(pairs, set_i((int32_t)0xffff0000u)) : shift_left<16>(pairs));
+    return r % 2 ? odd_of(pairs) : even_of(pairs);
 }
 
-struct Group {
+// x ≈ code · scale + minimum, both float16.
+struct Scaling {
     uint16_t scale, minimum;
 };
 
@@ -48,8 +49,8 @@ Range range_of(const F* x, int count) {
 }
 
 // The minimum is rounded down and the scale up, so that no value of the group is clipped.
-Group affine_group(const Range& range, int levels) {
-    Group group;
+Scaling affine_group(const Range& range, int levels) {
+    Scaling group;
     group.minimum = to_half(range.low - std::fabs(range.low) * HALF_STEP);
     float scale = (range.high - from_half(group.minimum)) / (float)levels * (1.0f + HALF_STEP) + SMALLEST_SCALE / 2;
     if (!(scale > SMALLEST_SCALE)) scale = SMALLEST_SCALE;
@@ -57,7 +58,7 @@ Group affine_group(const Range& range, int levels) {
     return group;
 }
 
-Group float_group(const Range& range) {
+Scaling float_group(const Range& range) {
     const float most = std::fabs(range.low) > std::fabs(range.high) ? std::fabs(range.low) : std::fabs(range.high);
     float scale = most / E4M3_MAX * (1.0f + HALF_STEP) + SMALLEST_SCALE / 2;
     if (!(scale > SMALLEST_SCALE)) scale = SMALLEST_SCALE;
@@ -117,7 +118,7 @@ void seal_panel(const KVLayout& kv, Panel kind, const uint8_t* open, int rows, i
                 F x[MAX_VECTORS];
                 for (int v = 0; v < group; v++) x[v] = open_row(kv.open_kind(), open, vectors, r + i, first + v);
                 const Range range = range_of(x, group);
-                const Group made = kv.has_minimum() ? affine_group(range, levels) : float_group(range);
+                const Scaling made = kv.has_minimum() ? affine_group(range, levels) : float_group(range);
                 uint16_t* at = scales + first / group * step + r + i;
                 at[0] = made.scale;
                 if (kv.has_minimum()) at[rows] = made.minimum;

@@ -24,6 +24,15 @@ QD_INLINE int32_t four(const int8_t* p) {
     return value;
 }
 
+// Sums of rows by the two halves of a tile.
+template <int ROWS> QD_INLINE void clear(F (&sums)[ROWS][2]) {
+    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = zero();
+}
+template <int ROWS> QD_INLINE void store_sums(const F (&sums)[ROWS][2], float* result) {
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, sums[r][h]);
+}
+
 // Adds a group's integer sums, scaled, to the rows' results. p: its scales and zero points.
 template <int ROWS, bool SYMMETRIC>
 QD_INLINE void add_group(const I (&acc)[ROWS][2], const uint8_t* p, const float* scale, const int32_t* total,
@@ -104,13 +113,13 @@ void exact_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, i
     constexpr int QUAD = 128;  // bytes of 4 columns of bytes; W4 holds 8 columns in them
     const int groups = m.cols / m.group;
     F out[ROWS][2];
-    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    clear(out);
     for (int g = 0; g < groups; g++) {
         const uint8_t* codes = tile + g * group_bytes(m, BITS);
         const uint8_t* scales = codes + code_bytes(m, BITS);
         const float* x = a.floats + row * a.width + (int64_t)g * m.group;
         F acc[ROWS][2];
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = zero();
+        clear(acc);
         for (int h = 0; h < 2; h++) {
             const I zero_point = m.symmetric ? set_i(BITS == 4 ? 8 : 128) : load_u8(scales + ZEROS + h * LANES);
             for (int k = 0; k < m.group; k++) {
@@ -126,14 +135,14 @@ void exact_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, i
             for (int h = 0; h < 2; h++)
                 out[r][h] = fma(acc[r][h], load_half((const uint16_t*)scales + h * LANES), out[r][h]);
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+    store_sums(out, result);
 }
 
-template <int ROWS> void pairs_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
+template <int ROWS>
+void pairs_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
     const int64_t pairs = (m.cols + 1) / 2;
     F out[ROWS][2];
-    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    clear(out);
     for (int64_t k = 0; k < pairs; k++, tile += 128) {
         const I low = load_i(tile), high = load_i(tile + 64);
         for (int r = 0; r < ROWS; r++) {
@@ -141,8 +150,7 @@ template <int ROWS> void pairs_tile(const qd_matrix& m, const uint8_t* tile, con
             out[r][0] = pair_dot(out[r][0], x, low), out[r][1] = pair_dot(out[r][1], x, high);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+    store_sums(out, result);
 }
 
 // Float8 weights: Σ x · value per group, in bfloat16 pairs or (FLOAT) in float32, times the scale.
@@ -151,10 +159,10 @@ void fp8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int
     const int64_t width = FLOAT ? a.width : a.width / 2;
     const uint32_t* x = (FLOAT ? (const uint32_t*)a.floats : a.pairs) + row * width;
     F out[ROWS][2];
-    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    clear(out);
     for (int64_t first = 0; first < m.cols; first += m.group) {
         F acc[ROWS][2];
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = zero();
+        clear(acc);
         for (int64_t k = first, last = fp8_group_end(m, first); k < last; k += 4, tile += 128)
             for (int h = 0; h < 2; h++) {
                 I pairs[2];
@@ -166,39 +174,35 @@ void fp8_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int
                             acc[r][h] = pair_dot(acc[r][h], set_i((int32_t)at[0]), pairs[p]);
                             continue;
                         }
-                        const F even = from_bits(shift_left<16>(pairs[p]));
-                        const F odd = from_bits(and_i(pairs[p], set_i((int32_t)0xffff0000u)));
-                        acc[r][h] = fma(even, from_bits(set_i((int32_t)at[0])), acc[r][h]);
-                        acc[r][h] = fma(odd, from_bits(set_i((int32_t)at[1])), acc[r][h]);
+                        acc[r][h] = fma(even_of(pairs[p]), from_bits(set_i((int32_t)at[0])), acc[r][h]);
+                        acc[r][h] = fma(odd_of(pairs[p]), from_bits(set_i((int32_t)at[1])), acc[r][h]);
                     }
             }
         for (int r = 0; r < ROWS; r++)
             for (int h = 0; h < 2; h++) out[r][h] = fma(acc[r][h], load((const float*)tile + h * LANES), out[r][h]);
         tile += 128;
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+    store_sums(out, result);
 }
 
 // Dense weights in float32 arithmetic; BF16 widens them on the way.
 template <int ROWS, bool BF16>
 void float_tile(const qd_matrix& m, const uint8_t* tile, const Activations& a, int64_t row, float* result) {
     F out[ROWS][2];
-    for (int r = 0; r < ROWS; r++) out[r][0] = out[r][1] = zero();
+    clear(out);
     for (int64_t k = 0; k < m.cols; k++) {
         for (int h = 0; h < 2; h++) {
             F weight;
             if (BF16) {
                 const I v = load_i(tile + k / 2 * 128 + h * 64);
-                weight = from_bits(k % 2 ? and_i(v, set_i((int32_t)0xffff0000u)) : shift_left<16>(v));
+                weight = k % 2 ? odd_of(v) : even_of(v);
             } else {
                 weight = load((const float*)(tile + k * 128 + h * 64));
             }
             for (int r = 0; r < ROWS; r++) out[r][h] = fma(weight, set(a.floats[(row + r) * a.width + k]), out[r][h]);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int h = 0; h < 2; h++) store(result + r * TILE + h * LANES, out[r][h]);
+    store_sums(out, result);
 }
 
 // One kernel per number of rows. MAX_ROWS is 6, or fewer where there are fewer registers.

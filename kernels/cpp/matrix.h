@@ -11,6 +11,13 @@ using TileKernel = void (*)(const qd_matrix& m, const uint8_t* tile, const Activ
 // The kernels of a matrix, by count − 1.
 const TileKernel* tile_kernels(const qd_matrix& m, int act_mode);
 
+QD_INLINE int64_t tiles_of(const qd_matrix& m) { return round_up(m.rows, TILE) / TILE; }
+
+// Puts the two vectors of a tile's values into a row of them.
+QD_INLINE void store_tile(float* row, int64_t tile, const F* values) {
+    store(row + tile * TILE, values[0]), store(row + tile * TILE + LANES, values[1]);
+}
+
 // How many rows' activations stay in the second-level cache while tiles stream by.
 QD_INLINE int64_t cached_rows(const Activations& a) {
     const int64_t bytes = a.form == Form::INT8 ? a.width : a.form == Form::PAIRS ? a.width * 2 : a.width * 4;

@@ -83,8 +83,8 @@ template <Panel KIND, bool KEYS = true> void all_rows(const Product& p) {
 QD_INLINE void store_widened(I pairs, bool to_float32, int64_t pair, int vectors, int v, uint8_t* out) {
     if (!to_float32) return store_i(out + (pair * vectors + v) * 64, pairs);
     float* floats = (float*)out;
-    store_i(floats + (2 * pair * vectors + v) * LANES, shift_left<16>(pairs));
-    store_i(floats + ((2 * pair + 1) * vectors + v) * LANES, and_i(pairs, set_i((int32_t)0xffff0000u)));
+    store(floats + (2 * pair * vectors + v) * LANES, even_of(pairs));
+    store(floats + ((2 * pair + 1) * vectors + v) * LANES, odd_of(pairs));
 }
 
 // Codes less their middle.

@@ -30,8 +30,7 @@ QD_INLINE int64_t panel_bytes(Panel kind, int64_t elements) {
 }
 
 QD_INLINE I widen_e4m3(const uint8_t* p) {
-    const I even = bits(e4m3_value(load_u8(p))), odd = bits(e4m3_value(load_u8(p + 16)));
-    return or_i(shift_right<16>(even), odd);
+    return pairs_of(e4m3_value(load_u8(p)), e4m3_value(load_u8(p + 16)));
 }
 
 // acc[row][v] += Σ a[row] · panel[vector first + v], pairs of reduce steps in order. a: bfloat16

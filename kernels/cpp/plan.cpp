@@ -22,8 +22,6 @@ void Engine::plan_step(const qd_step& step, Plan& plan) {
     plan.engine = this;
     plan.tokens = step.num_tokens;
     plan.ids.assign(step.token_ids, step.token_ids + step.num_tokens);
-    plan.starts.assign(step.starts, step.starts + step.num_slices);
-    plan.counts.assign(step.counts, step.counts + step.num_slices);
     plan.groups.resize(groups.size());
     plan.logits = step.logits, plan.logits_stride = step.logits_stride;
     for (int id : plan.ids) require(id >= 0 && id < model.spec().vocab, "token id %d is outside the vocabulary", id);
@@ -42,7 +40,6 @@ void Engine::plan_step(const qd_step& step, Plan& plan) {
     plan.logit_rows = (int)plan.logit_tokens.size();
     require(!plan.logit_rows || (plan.logits && plan.logits_stride >= round_up(model.spec().vocab, TILE)),
             "the logits' buffer is missing or too narrow");
-    plan.alone = plan.tokens <= ALONE_ROWS;
     plan_chunks(plan);
 }
 
@@ -117,7 +114,7 @@ void Engine::plan_chunks(Plan& plan) const {
     plan.tile_of_row.resize(plan.tokens);
     for (int t = 0; t < (int)plan.tiles.size(); t++) {
         Tile& tile = plan.tiles[t];
-        tile.num_splits = tile.block / blocks_per_split + 1;
+        tile.num_splits = tile.block / blocks_per_split(groups[0].kv) + 1;
         if (plan.split && tile.num_splits > 1)
             tile.partial = plan.partials, plan.partials += (int64_t)heads * tile.num_splits * tile.count * shared;
         for (int i = 0; i < tile.count; i++) plan.tile_of_row[tile.row + i] = t;

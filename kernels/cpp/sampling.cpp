@@ -109,15 +109,9 @@ QD_INLINE F exp_below(F x) {
     const F n = round(mul(held, set(1.44269504f)));
     // ln 2 in two parts, the first of which has few enough bits for exact products
     const F r = fnma(n, set(-2.12194440e-4f), fnma(n, set(0.693359375f), held));
-    F p = set(1.9841270e-4f);
-    p = fma(p, r, set(1.3888889e-3f));
-    p = fma(p, r, set(8.3333333e-3f));
-    p = fma(p, r, set(4.1666667e-2f));
-    p = fma(p, r, set(1.6666667e-1f));
-    p = fma(p, r, set(0.5f));
-    p = fma(p, r, set(1.0f));
-    p = fma(p, r, set(1.0f));
-    return power_of_two(p, n);
+    return power_of_two(polynomial(r, 1.9841270e-4f, 1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f,
+                                   0.5f, 1.0f, 1.0f),
+                        n);
 }
 
 }  // namespace qd

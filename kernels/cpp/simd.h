@@ -21,6 +21,11 @@ namespace qd {
 constexpr int LANES = 16;
 
 // Pairs of bfloat16: a lane holds an even element in its low half and an odd one in its high half.
+QD_INLINE F even_of(I pairs) { return from_bits(shift_left<16>(pairs)); }
+QD_INLINE F odd_of(I pairs) { return from_bits(and_i(pairs, set_i((int32_t)0xffff0000u))); }
+// Of floats that bfloat16 holds exactly.
+QD_INLINE I pairs_of(F even, F odd) { return or_i(shift_right<16>(bits(even)), bits(odd)); }
+
 // A float8 (E4M3): the bits as a float32 of exponent − 120, then scaled; 0x7f gives 480, not NaN.
 QD_INLINE F e4m3_value(I byte) {
     const I sign = shift_left<24>(and_i(byte, set_i(0x80)));
@@ -55,32 +60,31 @@ QD_INLINE void widen_fp8(I v, I (&out)[2]) {
         return;
     }
     const I byte = set_i(255);
-    const I even = bits(e4m3_value(and_i(v, byte))), odd = bits(e4m3_value(and_i(shift_right<16>(v), byte)));
-    out[0] = or_i(shift_right<16>(even), odd);
-    const I third = bits(e4m3_value(and_i(shift_right<8>(v), byte))), fourth = bits(e4m3_value(shift_right<24>(v)));
-    out[1] = or_i(shift_right<16>(third), fourth);
+    out[0] = pairs_of(e4m3_value(and_i(v, byte)), e4m3_value(and_i(shift_right<16>(v), byte)));
+    out[1] = pairs_of(e4m3_value(and_i(shift_right<8>(v), byte)), e4m3_value(shift_right<24>(v)));
 }
 // acc + even · even + odd · odd of bfloat16 pairs.
 QD_INLINE F pair_dot(F acc, I x, I y) {
-    const I high = set_i((int32_t)0xffff0000u);
-    acc = fma(from_bits(shift_left<16>(x)), from_bits(shift_left<16>(y)), acc);
-    return fma(from_bits(and_i(x, high)), from_bits(and_i(y, high)), acc);
+    return fma(odd_of(x), odd_of(y), fma(even_of(x), even_of(y), acc));
 }
 #endif
 
+// Horner's rule, the highest power first.
+template <class... Lower> QD_INLINE F polynomial(F x, float highest, Lower... lower) {
+    F p = set(highest);
+    ((p = fma(p, x, set(lower))), ...);
+    return p;
+}
+
 // max and min return their second operand when one is NaN, so constants come first: NaN survives.
 
+// 2ˣ for least ≤ x ≤ 127, and 2 to the power of `least` below.
 QD_INLINE F exp2_from(float least, F x) {
     const F held = max(set(least), x);
     const F n = round(held);
     const F r = sub(held, n);
-    F p = set(1.3333558e-3f);
-    p = fma(p, r, set(9.6181291e-3f));
-    p = fma(p, r, set(5.5504109e-2f));
-    p = fma(p, r, set(2.4022651e-1f));
-    p = fma(p, r, set(6.9314718e-1f));
-    p = fma(p, r, set(1.0f));
-    return power_of_two(p, n);
+    return power_of_two(
+        polynomial(r, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f), n);
 }
 
 // 2ˣ for x ≤ 127, relative error below 3e-7; at least 2⁻¹²⁶.
@@ -105,11 +109,8 @@ QD_INLINE F tanh(F x) {
     const F e = exp(add(a, a));
     const F big = sub(set(1.0f), div(set(2.0f), add(e, set(1.0f))));
     const F s = mul(x, x);
-    F p = set(-5.70498872745e-3f);
-    p = fma(p, s, set(2.06390887954e-2f));
-    p = fma(p, s, set(-5.37397155531e-2f));
-    p = fma(p, s, set(1.33314422036e-1f));
-    p = fma(p, s, set(-3.33332819422e-1f));
+    F p = polynomial(s, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                     -3.33332819422e-1f);
     p = fma(mul(p, s), x, x);
     const F sign = from_bits(and_i(bits(x), set_i(INT32_MIN)));
     const F far = from_bits(or_i(bits(big), bits(sign)));
@@ -127,11 +128,7 @@ QD_INLINE F gelu_tanh(F x) {
 QD_INLINE F gelu(F x) {
     const F z = mul(abs(x), set(0.70710678f));
     const F t = div(set(1.0f), fma(set(0.3275911f), z, set(1.0f)));
-    F p = set(1.061405429f);
-    p = fma(p, t, set(-1.453152027f));
-    p = fma(p, t, set(1.421413741f));
-    p = fma(p, t, set(-0.284496736f));
-    p = mul(fma(p, t, set(0.254829592f)), t);
+    const F p = mul(polynomial(t, 1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f), t);
     const F tail = mul(p, exp(sub(zero(), mul(z, z))));  // erfc(|x| / √2)
     const F half = mul(set(0.5f), tail);
     return mul(x, select_less(x, zero(), half, sub(set(1.0f), half)));

@@ -56,9 +56,6 @@ QD_INLINE int32_t sum_i(I a) {  // _mm512_reduce_add_epi32 must not overflow
     v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
 }
-QD_INLINE F select_less_i(I a, I b, F yes, F no) {
-    return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(a, b), no, yes);
-}
 
 // Sums and maxima of four vectors each, to out[0 … 3]: half the shuffles of one after another.
 template <class Join> QD_INLINE __m128 join4(const F (&x)[4], Join join) {

@@ -51,7 +51,7 @@ private:
 
     // Chunks of columns of a matrix when `rows` rows are multiplied.
     int64_t columns_of(const qd_matrix& m, int64_t rows) const {
-        const int64_t tiles = round_up(m.rows, TILE) / TILE;
+        const int64_t tiles = tiles_of(m);
         return std::min<int64_t>(tiles, (rows > FEW_ROWS ? 8 : 2) * model_.threads().count());
     }
 
@@ -59,7 +59,7 @@ private:
     // fetches ahead only once it has seen a stream.
     void expect(const qd_matrix& m, int64_t rows) {
         if (rows > FEW_ROWS) return;
-        const int64_t tiles = round_up(m.rows, TILE) / TILE, columns = columns_of(m, rows);
+        const int64_t tiles = tiles_of(m), columns = columns_of(m, rows);
         const int64_t column = columns * thread_ / model_.threads().count();
         const uint8_t* begin = m.tiles + tiles * column / columns * m.tile_bytes;
         fetch(begin, std::min<int64_t>(EXPECTED_BYTES, m.tiles + tiles * m.tile_bytes - begin));
@@ -88,7 +88,7 @@ private:
     void product(const qd_matrix& m, const Activations& a, int rows, int64_t unit, Prepare prepare, Epilogue epilogue,
                  After after, const qd_matrix* next) {
         const TileKernel* kernels = tile_kernels(m, spec_.act_mode);
-        const int64_t tiles = round_up(m.rows, TILE) / TILE, units = (tiles + unit - 1) / unit;
+        const int64_t tiles = tiles_of(m), units = (tiles + unit - 1) / unit;
         int64_t height = cached_rows(a), bands = 1;
         if (rows > height) bands = (rows + height - 1) / height;
         height = (rows + bands - 1) / bands;
@@ -136,11 +136,8 @@ private:
     void logits();
     void add_normed(const float* weight);
 
-    static void store_to(float* out, int64_t tile, const F* values) {
-        store(out + tile * TILE, values[0]), store(out + tile * TILE + LANES, values[1]);
-    }
     void add_residual(int64_t row, int64_t tile, const F* values) {
-        if (spec_.sandwich_norms) return store_to(delta(row), tile, values);
+        if (spec_.sandwich_norms) return store_tile(delta(row), tile, values);
         float* out = x(row) + tile * TILE;
         store(out, add(load(out), values[0])), store(out + LANES, add(load(out + LANES), values[1]));
     }
@@ -211,7 +208,7 @@ void Step::layer(int index) {
     const int rows = plan_.tokens;
     const auto into_residual = [&](int64_t row, int64_t tile, const F* values) { add_residual(row, tile, values); };
     linear(layer.qkv, rows, [&](int row) { return normed(x(row), layer.input_norm); },
-           [&](int64_t row, int64_t tile, const F* values) { store_to(qkv(row), tile, values); }, nullptr);
+           [&](int64_t row, int64_t tile, const F* values) { store_tile(qkv(row), tile, values); }, nullptr);
     store_keys(index, layer);
     attend(index, layer);
     look_ahead_at(index + 1);
