@@ -95,12 +95,12 @@ def default_format(method: str, scheme: QuantScheme) -> str:
     """
     if scheme.number == "e4m3":
         name = default_fp8_format(scheme)
-    elif scheme.symmetric:
-        name = "gptq"
-    elif method != "gptq" and scheme.bits == 4 and not scheme.act_order:
+    elif method == "gptq" or scheme.act_order:
+        name = "gptq" if scheme.symmetric else "gptq_v2"
+    elif method == "awq" and scheme.bits == 4 and not scheme.symmetric:
         name = "awq"
     else:
-        name = "gptq_v2"
+        name = "compressed-tensors"
     WEIGHT_FORMATS.get(name).check(scheme)
     return name
 

@@ -8,16 +8,15 @@ that a reader sees.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import e4m3_codes, e4m3_values, storable_scales
-from qdeploy.quantization.rtn import stored_bias
+from qdeploy.quantization.rtn import each_on_its_own, stored_bias
 from qdeploy.quantization.scheme import E4M3_MAX, QuantizedLinear, QuantScheme
 
 #: What absmax / 448 is multiplied by. A factor of 2 only shifts exponents.
@@ -84,22 +83,13 @@ class Fp8:
         """Any architecture."""
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
-        """`loss` is the mean squared error of the weight."""
-        outcome = LayerOutcome(linears={})
-        for name in context.targets:
-            start = time.monotonic()
-            weight = context.linear(name).weight.detach()
-            q = fp8_quantize(
-                weight,
-                context.scheme,
-                scale_dtype=_scale_dtype(context, name),
-                bias=stored_bias(context, name),
-            )
-            outcome.linears[name] = q
-            loss = (q.dequantize() - weight).square().mean().item()
-            report = LinearReport(name=name, loss=loss, seconds=time.monotonic() - start)
-            outcome.reports.append(report)
-        return outcome
+        """See each_on_its_own."""
+
+        def rounded(name: str, weight: Tensor) -> QuantizedLinear:
+            dtype, bias = _scale_dtype(context, name), stored_bias(context, name)
+            return fp8_quantize(weight, context.scheme, scale_dtype=dtype, bias=bias)
+
+        return each_on_its_own(context, rounded)
 
 
 def _scale_dtype(context: LayerContext, name: str) -> torch.dtype:

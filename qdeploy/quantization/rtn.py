@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,24 @@ def stored_bias(context: LayerContext, name: str) -> Tensor | None:
     return bias.detach().to(context.store_dtypes[f"{name}.bias"])
 
 
+def each_on_its_own(
+    context: LayerContext, rounded: Callable[[str, Tensor], QuantizedLinear]
+) -> LayerOutcome:
+    """Every target by `rounded(name, weight [out, in])`, whatever the others are.
+
+    `loss` is the mean squared error of the weight.
+    """
+    outcome = LayerOutcome(linears={})
+    for name in context.targets:
+        start = time.monotonic()
+        weight = context.linear(name).weight.detach()
+        q = outcome.linears[name] = rounded(name, weight)
+        loss = (q.dequantize() - weight).square().mean().item()
+        seconds = time.monotonic() - start
+        outcome.reports.append(LinearReport(name=name, loss=loss, seconds=seconds))
+    return outcome
+
+
 @dataclass(frozen=True)
 class Rtn:
     """Every target rounded on its own."""
@@ -52,14 +71,9 @@ class Rtn:
         """Any architecture."""
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
-        """`loss` is the mean squared error of the weight."""
-        outcome = LayerOutcome(linears={})
-        for name in context.targets:
-            start = time.monotonic()
-            weight = context.linear(name).weight.detach()
-            q = rtn_quantize(weight, context.scheme, bias=stored_bias(context, name))
-            outcome.linears[name] = q
-            loss = (q.dequantize() - weight).square().mean().item()
-            report = LinearReport(name=name, loss=loss, seconds=time.monotonic() - start)
-            outcome.reports.append(report)
-        return outcome
+        """See each_on_its_own."""
+
+        def rounded(name: str, weight: Tensor) -> QuantizedLinear:
+            return rtn_quantize(weight, context.scheme, bias=stored_bias(context, name))
+
+        return each_on_its_own(context, rounded)

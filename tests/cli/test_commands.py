@@ -50,7 +50,7 @@ def test_quantize_inspect_eval(base: Path, calib: Path, tmp_path: Path) -> None:
     report = quantized(
         base, calib, out, "--method", "rtn", "--kv-cache-dtype", "int8", "--gate", "kl<100"
     )
-    assert report["format"] == "awq"
+    assert report["format"] == "compressed-tensors"
     assert {item["kv_cache_dtype"] for item in report["accuracy"]} == {"int8", "bf16"}
     assert (out / "qdeploy.json").is_file()
     inspection = result_json(qdeploy("inspect", out, "--verify", "--json"))
@@ -111,7 +111,8 @@ def test_q18_options_reach_the_artifact(base: Path, calib: Path, tmp_path: Path)
     configs = []
     for group_size in (16, 32):
         out = tmp_path / f"g{group_size}"
-        quantized(base, calib, out, "--method", "rtn", "--eval", "none", "--group-size", group_size)
+        options = ("--method", "rtn", "--eval", "none", "--format", "awq")
+        quantized(base, calib, out, *options, "--group-size", group_size)
         configs.append(json.loads((out / "config.json").read_text())["quantization_config"])
     assert [config["group_size"] for config in configs] == [16, 32]
 
