@@ -22,7 +22,7 @@ from qdeploy.runtime.kv_budget import plan_kv_pools
 from qdeploy.runtime.outputs import EngineStats, FinishReason, RequestOutput, SpeculationStats
 from qdeploy.runtime.preemption import PreemptionPolicy
 from qdeploy.runtime.request import Request
-from qdeploy.runtime.sampler import sample
+from qdeploy.runtime.sampler import Sampled, sample
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.runtime.scheduler import ScheduledStep, Scheduler
 from qdeploy.runtime.speculation.base import Drafter
@@ -349,10 +349,10 @@ class Engine:
                 request.append(sampled.token_id, time.monotonic())
                 self._counters["generation_tokens"] += 1
                 return self._collector.collect(request, sampled)
-            error = sampled.error
         except Exception as failure:
-            error = one_line("sampling failed", failure)
-        return replace(self._collector.final(request, "error"), error=error)
+            sampled = Sampled(error=one_line("sampling failed", failure))
+        final = self._collector.final(request, "error")
+        return replace(final, error=sampled.error, unanswerable=sampled.unanswerable)
 
     def _finish(
         self,

@@ -45,7 +45,8 @@ class RequestOutput:
     prompt_logprobs: with the first output of a request that asked for them: of each token of the
         prompt, None for the first one.
     finish_reason: None while the sample runs. stop_reason: the stop string or stop token id that
-        ended it (None for eos). error: one line when finish_reason is "error".
+        ended it (None for eos). error: one line when finish_reason is "error"; unanswerable:
+        whether the request's own parameters are to blame for it.
     num_cached_tokens: tokens of the prompt whose K/V came from the prefix cache.
     """
 
@@ -58,6 +59,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    unanswerable: bool = False
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0

@@ -31,11 +31,15 @@ _NOTHING_LEFT = "allowed_token_ids, bad_words, min_tokens or a grammar leave no 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token and, if asked for, its log-probability; or `error`, one line, and no token."""
+    """A token and, if asked for, its log-probability; or `error`, one line, and no token.
+
+    unanswerable: whether the error is the request's own.
+    """
 
     token_id: int = -1
     logprob: TokenLogprob | None = None
     error: str | None = None
+    unanswerable: bool = False
 
 
 def sample(logits: Row, request: Request, banned: Collection[int] = ()) -> Sampled:
@@ -54,7 +58,7 @@ def sample(logits: Row, request: Request, banned: Collection[int] = ()) -> Sampl
     if scores is not logits:
         best = int(scores.argmax())
         if not math.isfinite(scores[best]):
-            return Sampled(error=_NOTHING_LEFT)
+            return Sampled(error=_NOTHING_LEFT, unanswerable=True)
     token = best if request.params.greedy else draw(scores, best, request)
     wanted = request.params.logprobs
     return Sampled(token, None if wanted is None else token_logprob(logits, token, wanted))

@@ -14,7 +14,7 @@ from qdeploy.runtime.outputs import CompletionOutput, GenerationOutput, RequestO
 from qdeploy.runtime.request_stream import RequestStream
 from qdeploy.runtime.sampling_params import SamplingParams
 from qdeploy.server.context import ServerContext
-from qdeploy.server.errors import ApiError, to_api_error
+from qdeploy.server.errors import ApiError, bad_request, to_api_error
 from qdeploy.server.prompts import Prompt
 from qdeploy.server.replies import Reply, event, usage
 
@@ -66,6 +66,8 @@ async def _collect(
 
 
 def _raise_failed(output: RequestOutput) -> None:
+    if output.unanswerable:
+        raise bad_request(f"{output.error}; allow more", code="no_token_left")
     if output.finish_reason == "error":
         raise ApiError(500, output.error or "the engine failed", code="engine_error")
 

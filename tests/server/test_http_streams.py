@@ -230,6 +230,18 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
     assert other != seeded[0]
 
 
+def test_filters_that_leave_no_token_are_the_clients_mistake(served: Served) -> None:
+    z = served.post("/tokenize", {"prompt": "z"}).json()["tokens"][0]
+    fields = {"allowed_token_ids": [z], "bad_words": ["z"], "max_tokens": 2}
+    answer = served.complete(**fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "no_token_left")
+    assert "bad_words" in error["message"]
+    assert '"no_token_left"' in served.complete(stream=True, **fields).text
+    assert served.complete(max_tokens=1).status_code == 200
+
+
 def test_the_openai_client_sees_typed_errors(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         served.openai.chat.completions.create(model="tiny", messages=HI, temperature=-1)  # type: ignore[arg-type]
