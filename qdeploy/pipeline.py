@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from qdeploy import __version__
 from qdeploy.calibration.capture import find_input_groups, run_layer
 from qdeploy.calibration.dataset import CalibrationData, load_calibration
+from qdeploy.calibration.kv_policy import KVCalibration, policy_notes
 from qdeploy.calibration.plan import QuantPlan, make_plan
 from qdeploy.calibration.resume import ResumeStore
 from qdeploy.calibration.walk import DecoderWalk, pick_sequences
@@ -25,6 +26,7 @@ from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.hf import open_folder
 from qdeploy.formats.inspect import bits_per_weight, loaded_bytes, readers_of
+from qdeploy.formats.kv_scales import CARRIERS, NO_CARRIER, add_scales
 from qdeploy.formats.manifest import (
     BaseModelRecord,
     CalibrationRecord,
@@ -35,13 +37,19 @@ from qdeploy.formats.manifest import (
     Manifest,
 )
 from qdeploy.formats.sources import resolve_model
+from qdeploy.kv.auto import KVLayerStats
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.kv.groups import kv_groups
-from qdeploy.kv.pool import open_block_bytes, sealed_block_bytes
+from qdeploy.kv.pool import bytes_per_token
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
 from qdeploy.quantization.embeddings import table_scheme
-from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport, Observer
+from qdeploy.quantization.method import (
+    LayerBatch,
+    LayerContext,
+    LayerOutcome,
+    LinearReport,
+    Observer,
+)
 from qdeploy.recipes import Recipe
 
 #: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
@@ -97,12 +105,18 @@ class _Run:
         self.start = time.monotonic()
         self.model, self.out, self.progress = model, out, progress
         self.kv = recipe.kv_cache.config()  # a policy that can't be must fail before the work
+        self.kv_calibration = (
+            KVCalibration(recipe.kv_cache) if recipe.kv_cache.needs_statistics else None
+        )
+        self.kv_statistics: list[KVLayerStats] = []
         self.folder = open_folder(resolve_model(model, progress))
-        self.kv_bytes_per_token = _kv_bytes_per_token(self.folder.config, self.kv)
+        _kv_bytes_per_token(self.folder.config, self.kv)  # a layer that the model hasn't got
         if "quantization_config" in self.folder.config:
             raise UsageError(f"{model} is quantized already; give its unquantized base model")
-        self.walk = DecoderWalk(self.folder) if recipe.method != "none" else None
-        self.plan = make_plan(self.folder, self.walk, recipe)
+        quantizes = recipe.method != "none"
+        walks = quantizes or self.kv_calibration is not None
+        self.walk = DecoderWalk(self.folder) if walks else None
+        self.plan = make_plan(self.folder, self.walk if quantizes else None, recipe)
         self.embeddings = _embeddings(recipe, self.folder.config)
         self.recipe = self.plan.recipe
         self.warnings: list[str] = []
@@ -125,13 +139,15 @@ class _Run:
                 store = ResumeStore(self.out, fingerprint, self.progress, enabled=resume)
                 self._quantize(self.walk, writer, store, data)
             self._copy_rest(writer)
-            writer.finish(self._manifest(data), self.plan.quantization_config())
+            config = self._kv_policy(writer)
+            writer.finish(self._manifest(data), config)
         if store is not None:
             store.remove()
         return self._result()
 
     def _calibration(self) -> CalibrationData | None:
-        if self.plan.method is None or not self.plan.method.needs_calibration:
+        method, kv = self.plan.method, self.kv_calibration
+        if kv is None and (method is None or not method.needs_calibration):
             return None
         from qdeploy.runtime.tokenizer import Tokenizer
 
@@ -141,6 +157,8 @@ class _Run:
             self.progress.info(note)
         if data.tokens < FEW_TOKENS:
             self._warn(f"{data.tokens} calibration tokens: statistics are poor, give more text")
+        if kv is not None:
+            kv.check(data.sequences)
         return data
 
     def _quantize(
@@ -160,46 +178,65 @@ class _Run:
         with self.progress.task(f"quantizing ({self.recipe.method})", count) as task:
             for index in range(count):
                 if index < store.finished:
-                    outcome = store.load(index, self.plan.scheme)
+                    outcome, kv = store.load(index, self.plan.scheme)
                 else:
-                    outcome = self._layer(walk, index, hidden)
-                    store.save(index, outcome)
+                    outcome, kv = self._layer(walk, index, hidden)
+                    store.save(index, outcome, kv)
                     hidden = outcome.outputs
+                self.kv_statistics += [kv] if kv is not None else []
                 self._write(walk.layer_name(index), outcome, writer)
                 task.advance(1, walk.layer_name(index))
 
-    def _layer(self, walk: DecoderWalk, index: int, hidden: list[Tensor]) -> LayerOutcome:
-        name, targets = walk.layer_name(index), self.plan.targets[index]
-        method = self.plan.method
-        assert method is not None
+    def _layer(
+        self, walk: DecoderWalk, index: int, hidden: list[Tensor]
+    ) -> tuple[LayerOutcome, KVLayerStats | None]:
+        """One layer quantized, and what calibration saw of its K and V before that."""
+        name, kv = walk.layer_name(index), None
         with walk.layer(index) as layer:
-            store_dtypes = {
-                local: self.folder.dtype(f"{name}.{local}") for local, _ in layer.named_parameters()
-            }
             batches = walk.batches(index, hidden) if hidden else []
+            if self.kv_calibration is not None:
+                kv = self.kv_calibration.observe(index, name, layer, walk.config, batches)
+            method = self.plan.method
+            if method is not None and method.needs_calibration:
+                return self._quantize_layer(walk, index, layer, batches), kv
+            outcome = self._quantize_layer(walk, index, layer, [])
+            if index + 1 < len(walk.layers):  # the next layer's statistics alone want inputs
+                outcome.outputs = run_layer(layer, batches)
+            return outcome, kv
 
-            def forward(
-                observers: dict[str, Observer] | None = None, stop_after: str | None = None
-            ) -> list[Tensor]:
-                return run_layer(layer, batches, observers, stop_after)
+    def _quantize_layer(
+        self, walk: DecoderWalk, index: int, layer: nn.Module, batches: list[LayerBatch]
+    ) -> LayerOutcome:
+        method = self.plan.method
+        if method is None:
+            return LayerOutcome(linears={})
+        name, targets = walk.layer_name(index), self.plan.targets[index]
+        store_dtypes = {
+            local: self.folder.dtype(f"{name}.{local}") for local, _ in layer.named_parameters()
+        }
 
-            search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
-            groups = find_input_groups(layer, name, search[0], targets) if batches else ()
-            context = LayerContext(
-                layer=layer,
-                name=name,
-                targets=targets,
-                input_groups=groups,
-                scheme=self.plan.scheme,
-                model_type=walk.model_type,
-                head_dim=walk.head_dim,
-                store_dtypes=store_dtypes,
-                forward=forward if batches else None,  # type: ignore[arg-type]
-                search_batches=search,
-                is_last=index == len(walk.layers) - 1,
-                warn=self._warn,
-            )
-            return method.quantize_layer(context)
+        def forward(
+            observers: dict[str, Observer] | None = None, stop_after: str | None = None
+        ) -> list[Tensor]:
+            return run_layer(layer, batches, observers, stop_after)
+
+        search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
+        groups = find_input_groups(layer, name, search[0], targets) if batches else ()
+        context = LayerContext(
+            layer=layer,
+            name=name,
+            targets=targets,
+            input_groups=groups,
+            scheme=self.plan.scheme,
+            model_type=walk.model_type,
+            head_dim=walk.head_dim,
+            store_dtypes=store_dtypes,
+            forward=forward if batches else None,  # type: ignore[arg-type]
+            search_batches=search,
+            is_last=index == len(walk.layers) - 1,
+            warn=self._warn,
+        )
+        return method.quantize_layer(context)
 
     def _write(self, prefix: str, outcome: LayerOutcome, writer: ArtifactWriter) -> None:
         for name, q in outcome.linears.items():
@@ -220,6 +257,22 @@ class _Run:
             if name.rpartition(".")[0] not in packed:
                 writer.add(name, self.folder.tensor(name))
 
+    def _kv_policy(self, writer: ArtifactWriter) -> dict[str, Any] | None:
+        """Settle the KV policy, write static scales; returns the quantization config."""
+        config = self.plan.quantization_config()
+        if self.kv_calibration is None:
+            return config
+        self.kv = self.kv_calibration.config(self.kv_statistics)
+        for note in policy_notes(self.kv, self.kv_statistics):
+            self.progress.info(note)
+        if self.kv.dtype != "fp8":
+            return config
+        if config is None or self.plan.format not in CARRIERS:
+            self.progress.info(f"format {self.plan.format} carries no KV scales; {NO_CARRIER}")
+            return config
+        dtype = self.folder.dtype("model.embed_tokens.weight")
+        return add_scales(writer, config, self.kv_statistics, dtype)
+
     def _manifest(self, data: CalibrationData | None) -> Manifest:
         calibration = None
         if data is not None:
@@ -235,14 +288,17 @@ class _Run:
             recipe=self.recipe.model_copy(update={"model": self.model}).model_dump(mode="json"),
             calibration=calibration,
             layers=self.layers,
-            kv_cache=KVCacheRecord.of(self.kv),
+            kv_cache=KVCacheRecord.of(self.kv).with_statistics(self.kv_statistics),
             embeddings=self.embeddings,
-            capacity=CapacityRecord(kv_bytes_per_token=self.kv_bytes_per_token),
+            capacity=CapacityRecord(
+                kv_bytes_per_token=_kv_bytes_per_token(self.folder.config, self.kv)
+            ),
             created_by=_versions(),
         )
 
     def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
-        later = {"model", "kv_cache", "quantize_embeddings", "gate", "format"}  # no layer knows
+        later = {"model", "quantize_embeddings", "gate", "format"}  # no layer knows
+        later |= {"kv_cache"} if self.kv_calibration is None else set()
         kept = self.recipe.model_dump(mode="json", exclude=later)
         return {
             "weights": self.folder.weights_sha256(),
@@ -311,9 +367,7 @@ def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | No
         spec = spec_from_config(config)
     except FormatError:
         return None
-    groups = kv_groups(spec, kv)
-    blocks = (sealed_block_bytes(spec, g) or open_block_bytes(spec, g, itemsize=2) for g in groups)
-    return sum(blocks) / kv.block_size
+    return bytes_per_token(spec, kv)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,10 +44,12 @@ class KVLayerSection(_Section):
 class KVSection(_Section):
     """The KV-cache policy that the artifact carries.
 
-    layers: by index, a format or a section, e.g. {0: int8, 29: {dtype: bf16}}.
+    dtype: auto gives each layer the cheapest policy that its attention bears on the calibration
+    text, on top of the block counts. layers: by index, a format or a section, e.g.
+    {0: int8, 29: {dtype: bf16}}; they are as they say, with auto too.
     """
 
-    dtype: KVDtype = "bf16"
+    dtype: KVDtype | Literal["auto"] = "bf16"
     block_size: int = 64
     sink_blocks: int = 1
     residual_blocks: int = 0
@@ -59,14 +62,38 @@ class KVSection(_Section):
             return layers
         return {k: {"dtype": v} if isinstance(v, str) else v for k, v in layers.items()}
 
-    def config(self) -> KVCacheConfig:
-        """The runtime's value of this section; UsageError for a policy that can't be."""
+    @model_validator(mode="after")
+    def _auto_layers_have_formats(self) -> KVSection:
+        for layer, section in self.layers.items():
+            if self.dtype == "auto" and section.dtype is None:
+                raise ValueError(f"layers.{layer} needs a dtype of its own beside dtype auto")
+        return self
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether calibration must see K and V: to choose formats, or for static float8 scales."""
+        return self.dtype in ("auto", "fp8")
+
+    def config(self, chosen: Sequence[LayerPolicy] = ()) -> KVCacheConfig:
+        """The runtime's value of this section; UsageError for a policy that can't be.
+
+        chosen: with dtype auto, one policy for each layer; the most frequent one becomes the
+        model's. Without, auto stands for bf16.
+        """
         own = self.model_dump(exclude={"block_size", "layers"})
-        layers = tuple(
-            LayerPolicy(layer=layer, **(own | section.model_dump(exclude_none=True)))
+        if self.dtype == "auto":
+            own["dtype"] = "bf16"
+        layers = {
+            layer: LayerPolicy(layer=layer, **(own | section.model_dump(exclude_none=True)))
             for layer, section in self.layers.items()
-        )
-        return KVCacheConfig(block_size=self.block_size, layers=layers, **own)
+        }
+        free = [policy for policy in chosen if policy.layer not in layers]
+        if free:
+            values = [(p.dtype, p.sink_blocks, p.residual_blocks) for p in free]
+            common: tuple[str, int, int] = max(values, key=values.count)
+            own = dict(zip(own, common, strict=True))
+        every = {policy.layer: policy for policy in free} | layers
+        return KVCacheConfig(block_size=self.block_size, layers=tuple(every.values()), **own)
 
 
 class CalibrationSection(_Section):

@@ -13,7 +13,7 @@ from qdeploy.errors import CalibrationError
 from qdeploy.quantization.method import LayerBatch, Observer
 
 
-class _Stop(Exception):
+class StopLayer(Exception):
     """Ends a forward pass early."""
 
 
@@ -39,7 +39,7 @@ def run_layer(
         for batch in batches:
             try:
                 outputs.append(_output(layer(batch.hidden, **batch.kwargs)))
-            except _Stop:
+            except StopLayer:
                 continue
     return outputs
 
@@ -87,7 +87,7 @@ def _remember(seen: dict[str, Tensor], name: str) -> Any:
 
 
 def _stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    raise _Stop
+    raise StopLayer
 
 
 def _output(value: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -13,12 +13,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from qdeploy.errors import UsageError
+from qdeploy.kv.auto import KVLayerStats
 from qdeploy.progress import Progress
 from qdeploy.quantization.method import LayerOutcome, LinearReport
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
@@ -52,38 +54,40 @@ class ResumeStore:
         else:
             self._start(fingerprint)
 
-    def load(self, index: int, scheme: QuantScheme) -> LayerOutcome:
-        """A finished layer, without its outputs."""
-        tensors, reports = _read(self.folder / f"layer-{index:05}.safetensors")
+    def load(self, index: int, scheme: QuantScheme) -> tuple[LayerOutcome, KVLayerStats | None]:
+        """A finished layer, without its outputs, and its K/V statistics if there were any."""
+        tensors, metadata = _read(self.folder / f"layer-{index:05}.safetensors")
         outcome = LayerOutcome(linears={})
-        outcome.reports = [LinearReport(**report) for report in json.loads(reports)]
+        outcome.reports = [LinearReport(**report) for report in metadata["reports"]]
         for name in dict.fromkeys(key.split("/")[1] for key in tensors if key.startswith("q/")):
             parts = {part: tensors.get(f"q/{name}/{part}") for part in _PARTS}
             outcome.linears[name] = QuantizedLinear(scheme=scheme, **parts)  # type: ignore[arg-type]
         outcome.dense = {
             key.removeprefix("d/"): tensor for key, tensor in tensors.items() if key[:2] == "d/"
         }
-        return outcome
+        kv = metadata["kv"]
+        return outcome, KVLayerStats(**kv) if kv is not None else None
 
     def load_inputs(self) -> list[Tensor]:
         """Inputs of the first unfinished layer."""
         tensors, _ = _read(self._inputs(self.finished))
         return [tensors[str(number)] for number in range(len(tensors))]
 
-    def save(self, index: int, outcome: LayerOutcome) -> None:
+    def save(self, index: int, outcome: LayerOutcome, kv: KVLayerStats | None) -> None:
         """Keep a layer and its outputs; the layer's file comes last and makes it finished."""
         if not self._enabled:
             return
         outputs = {str(i): tensor.contiguous() for i, tensor in enumerate(outcome.outputs)}
         if outputs:
-            _write(self._inputs(index + 1), outputs, "[]")
+            _write(self._inputs(index + 1), outputs, {})
         tensors = {f"d/{name}": tensor for name, tensor in outcome.dense.items()}
         for name, q in outcome.linears.items():
             values = {part: getattr(q, part) for part in _PARTS}
             tensors |= {f"q/{name}/{p}": v for p, v in values.items() if v is not None}
-        reports = json.dumps([asdict(report) for report in outcome.reports])
+        reports = [asdict(report) for report in outcome.reports]
+        metadata = {"reports": reports, "kv": asdict(kv) if kv is not None else None}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        _write(self.folder / f"layer-{index:05}.safetensors", contiguous, reports)
+        _write(self.folder / f"layer-{index:05}.safetensors", contiguous, metadata)
         self._inputs(index).unlink(missing_ok=True)
         self.finished = index + 1
 
@@ -119,16 +123,16 @@ class ResumeStore:
             raise UsageError(f"can't write to {self.folder.parent}: {error.strerror}") from None
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], reports: str) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    save_file(dict(tensors), str(temporary), metadata={"reports": reports})
+    save_file(dict(tensors), str(temporary), metadata={"qdeploy": json.dumps(metadata)})
     temporary.replace(path)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, (file.metadata() or {}).get("reports", "[]")
+            return tensors, json.loads((file.metadata() or {}).get("qdeploy", "{}"))
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path}: {error}; start over with --no-resume") from None

@@ -39,7 +39,8 @@ def quantize(
         int | None, typer.Option(help="8 or 4 bits for embedding and head, applied at load.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="bf16, int8, int4, k8v4 or fp8.")
+        str | None,
+        typer.Option(help="bf16, int8, int4, k8v4, fp8; auto: per layer, from calibration."),
     ] = None,
     calib: Annotated[str | None, typer.Option(help="default, FILE.jsonl or FILE.txt.")] = None,
     calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
@@ -86,7 +87,7 @@ def quantize(
 
         flags.update(_scheme_flags(flags))
         resolved = _override(load_recipe(recipe) if recipe else Recipe(), flags)
-        _refuse_unused(resolved.method, flags)
+        _refuse_unused(resolved, flags)
         if resolved.model is None:
             raise UsageError("no model: give MODEL, or a --recipe that names one")
         shard = parse_size(max_shard_size, "--max-shard-size")
@@ -130,13 +131,14 @@ _CALIBRATION_FLAGS = {
 }
 
 
-def _refuse_unused(method: str, flags: dict[str, Any]) -> None:
-    """UsageError for a flag that the method would ignore; a recipe's own keys may stay."""
+def _refuse_unused(recipe: Recipe, flags: dict[str, Any]) -> None:
+    """UsageError for a flag that would be ignored; a recipe's own keys may stay."""
+    method, section = recipe.method, flags["calibration"]
     if method not in ("rtn", "fp8", "none"):
         return
     given = [key for key in _WEIGHT_FLAGS if method == "none" and flags[key] is not None]
-    section = flags["calibration"]
-    given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
+    if not recipe.kv_cache.needs_statistics:
+        given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
     if given:
         does = "quantizes weights" if method == "none" else "calibrates"
         raise UsageError(

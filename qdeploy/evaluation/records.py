@@ -7,14 +7,14 @@ from pathlib import Path
 
 from qdeploy.errors import FormatError
 from qdeploy.evaluation.evaluate import Evaluation
-from qdeploy.formats.manifest import AccuracyRecord, KVCacheRecord, read_manifest, write_manifest
+from qdeploy.formats.manifest import AccuracyRecord, KVPolicyRecord, read_manifest, write_manifest
 
 
 def to_record(evaluation: Evaluation) -> AccuracyRecord:
     """The manifest's form of an evaluation."""
     text = evaluation.text
     return AccuracyRecord(
-        **KVCacheRecord.of(evaluation.kv_config).model_dump(),
+        **KVPolicyRecord.of(evaluation.kv_config).model_dump(),
         backend=evaluation.backend,
         embeddings=evaluation.embeddings,
         act=evaluation.act,

@@ -57,6 +57,7 @@ class ArtifactWriter:
         self._temporary = self.out.parent / f".{self.out.name}.tmp-{os.getpid()}"
         self._shards = ShardWriter(self._temporary, max_shard_size)
         self._packed: set[str] = set()
+        self._added: set[str] = set()
         # Looked up now: a link out of the folder must fail before the work, not after it.
         self._companions = _companions(base.path)
 
@@ -81,6 +82,11 @@ class ArtifactWriter:
         """Write a tensor as it is. A tied `lm_head.weight` is left out: it is the embedding."""
         if name == "lm_head.weight" and self._base.config.get("tie_word_embeddings"):
             return
+        self._shards.add(name, tensor)
+
+    def add_scale(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor that the base model doesn't have and no linear layer belongs to."""
+        self._added.add(name)
         self._shards.add(name, tensor)
 
     def add_linear(self, module: str, q: QuantizedLinear, format: WeightFormat | str) -> None:
@@ -133,7 +139,7 @@ class ArtifactWriter:
             )
         unknown = sorted(
             name
-            for name in self._shards.names - self._base.names()
+            for name in self._shards.names - self._base.names() - self._added
             if name.rpartition(".")[0] not in self._packed
         )
         if unknown:

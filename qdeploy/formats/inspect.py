@@ -11,6 +11,7 @@ from typing import Any
 from qdeploy.errors import QdeployError
 from qdeploy.formats.checkpoint import Checkpoint, checksum_findings, open_checkpoint
 from qdeploy.formats.hf import COMPILED
+from qdeploy.formats.kv_scales import read_scales, scale_findings, scales_line
 from qdeploy.formats.manifest import Manifest
 from qdeploy.formats.model_card import embeddings_line
 from qdeploy.formats.weight_format import activations_note
@@ -69,6 +70,7 @@ class Inspection:
     bits_per_weight: stored bits, scales and all, over the weights of the decoder's linears.
     format: a name of WEIGHT_FORMATS, or None for dense; None too when it couldn't be opened.
     activations: what qdeploy and others make of activations, where that differs.
+    kv_scales: stored static scales of the KV cache, by layer, `k` and `v`.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class Inspection:
     format: str | None = None
     scheme: str | None = None
     activations: str | None = None
+    kv_scales: dict[int, dict[str, float]] = field(default_factory=dict)
     readers: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class Inspection:
             "size_bytes": self.size_bytes,
             "loaded_bytes": self.loaded_bytes,
             "bits_per_weight": self.bits_per_weight,
+            "kv_scales": {str(layer): scales for layer, scales in self.kv_scales.items()},
             "readers": self.readers,
             "findings": self.findings,
             "manifest": self.manifest.model_dump(mode="json") if self.manifest else None,
@@ -108,6 +112,8 @@ class Inspection:
         lines.extend(_manifest_lines(self.manifest))
         if self.activations is not None:
             lines.append(self.activations)
+        if self.kv_scales:
+            lines.append(scales_line(self.kv_scales))
         lines.append(f"other readers tested: {'; '.join(self.readers) or 'none'}")
         lines.extend(f"finding: {finding}" for finding in self.findings)
         return lines
@@ -125,6 +131,8 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
     except QdeployError as error:
         return Inspection(path=path, manifest=None, findings=[str(error)], size_bytes=size)
     findings = _layer_findings(checkpoint) + _policy_findings(checkpoint.manifest)
+    kv_scales = read_scales(checkpoint)
+    findings += scale_findings(checkpoint.config, kv_scales)
     if verify:
         findings += _verify(path, checkpoint.manifest)
     return Inspection(
@@ -137,6 +145,7 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
         format=checkpoint.format,
         scheme=checkpoint.scheme.name if checkpoint.scheme else None,
         activations=activations_note(checkpoint.scheme) if checkpoint.scheme else None,
+        kv_scales=kv_scales,
         readers=readers_of(checkpoint),
     )
 
@@ -233,6 +242,7 @@ def _manifest_lines(manifest: Manifest | None) -> list[str]:
     lines = [
         f"base model: {manifest.base_model.name}",
         f"KV cache: {manifest.kv_cache.key}",
+        *_statistics_lines(manifest),
         f"embedding and head: {embeddings_line(manifest)}",
         f"quantized layers: {len(manifest.layers)}",
     ]
@@ -245,3 +255,16 @@ def _manifest_lines(manifest: Manifest | None) -> list[str]:
             f"{verdict}; {metrics}"
         )
     return lines
+
+
+def _statistics_lines(manifest: Manifest) -> list[str]:
+    """Which layers the data asked for, and how near the others are to needing more."""
+    tried = [record for record in manifest.kv_cache.statistics if record.errors]
+    if not tried:
+        return []
+    cheapest = next(iter(tried[0].errors))
+    worst = max(tried, key=lambda record: record.errors[cheapest])
+    return [
+        f"KV cache by layer: {cheapest} changes attention by {worst.errors[cheapest]:.1%} at most "
+        f"(layer {worst.layer}, {worst.tried} calibration queries)"
+    ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -13,6 +14,11 @@ from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.safetensors_header import read_json
 from qdeploy.kv.config import KVCacheConfig, LayerPolicy, layers_key
 from qdeploy.quantization.scheme import TABLE_BITS, TABLE_GROUP_SIZES, Bits, QuantScheme
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from qdeploy.kv.auto import KVLayerStats
 
 MANIFEST_NAME = "qdeploy.json"
 SCHEMA_VERSION: Final = 1
@@ -71,8 +77,8 @@ class LayerPolicyRecord(_Record):
         )
 
 
-class KVCacheRecord(_Record):
-    """The KV-cache policy that the artifact is meant to be served with."""
+class KVPolicyRecord(_Record):
+    """A KV-cache policy."""
 
     dtype: str = "bf16"
     block_size: int = 64
@@ -97,9 +103,47 @@ class KVCacheRecord(_Record):
         )
 
     @classmethod
-    def of(cls, config: KVCacheConfig) -> KVCacheRecord:
+    def of(cls, config: KVCacheConfig) -> Self:
         """The record of a runtime policy."""
         return cls.model_validate(asdict(config))
+
+
+class KVLayerRecord(_Record):
+    """What calibration saw of one layer's K and V.
+
+    k_scale, v_scale: static float8 scales, amax / 448, of engines that want them; k_amax, v_amax:
+    largest magnitude of each KV head. k_spread: widest range of a key channel over the median.
+    errors: relative error of attention outputs under each policy tried, by its key, over `tried`
+    queries; empty where none was.
+    """
+
+    layer: int
+    tokens: int
+    k_scale: float
+    v_scale: float
+    k_amax: tuple[float, ...]
+    v_amax: tuple[float, ...]
+    k_spread: float
+    errors: dict[str, float] = Field(default_factory=dict)
+    tried: int = 0
+
+    @classmethod
+    def of(cls, stats: KVLayerStats) -> KVLayerRecord:
+        """The record of calibration's value."""
+        return cls(k_scale=stats.k_scale, v_scale=stats.v_scale, **asdict(stats))
+
+
+class KVCacheRecord(KVPolicyRecord):
+    """The KV-cache policy that the artifact is meant to be served with; statistics: of every layer,
+    where calibration took them.
+    """
+
+    statistics: tuple[KVLayerRecord, ...] = ()
+
+    def with_statistics(self, statistics: Sequence[KVLayerStats]) -> KVCacheRecord:
+        """A copy with them."""
+        records = tuple(KVLayerRecord.of(stats) for stats in statistics)
+        return self.model_copy(update={"statistics": records})
 
 
 class EmbeddingsRecord(_Record):
@@ -129,7 +173,7 @@ class EmbeddingsRecord(_Record):
         return cls(bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric)
 
 
-class AccuracyRecord(KVCacheRecord):
+class AccuracyRecord(KVPolicyRecord):
     """One evaluation: under one KV policy, by one backend, on one text.
 
     embeddings: how the model that was measured had them, None for dense.

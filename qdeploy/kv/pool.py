@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.kv.groups import KVGroup, KVPoolSize
+from qdeploy.kv.groups import KVGroup, KVPoolSize, kv_groups
 from qdeploy.kv.kivi import BITS, SealedLayout
 from qdeploy.models.spec import DecoderSpec
 
@@ -37,6 +37,16 @@ def open_block_bytes(spec: DecoderSpec, group: KVGroup, itemsize: int) -> int:
     """Bytes of a group's open block, at `itemsize` bytes an element."""
     elements = 2 * len(group.layers) * spec.num_kv_heads * spec.head_dim
     return elements * group.config.block_size * itemsize
+
+
+def bytes_per_token(spec: DecoderSpec, config: KVCacheConfig) -> float:
+    """Stored bytes of one token's K and V over all layers, sealed where a layer seals.
+
+    UsageError when the policy names a layer that the model hasn't got.
+    """
+    groups = kv_groups(spec, config)
+    blocks = (sealed_block_bytes(spec, g) or open_block_bytes(spec, g, itemsize=2) for g in groups)
+    return sum(blocks) / config.block_size
 
 
 def _zeros(shape: tuple[int, ...], dtype: type) -> Tensor:

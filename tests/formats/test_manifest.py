@@ -19,6 +19,7 @@ from qdeploy.formats.manifest import (
     CalibrationRecord,
     EmbeddingsRecord,
     KVCacheRecord,
+    KVPolicyRecord,
     LayerRecord,
     Manifest,
     read_manifest,
@@ -40,7 +41,7 @@ def record(kv: KVCacheConfig = INT4, backend: str = "cpu", **fields: Any) -> Acc
         "gate": "kl<0.1",
         "passed": True,
     }
-    policy = KVCacheRecord.of(kv).model_dump()
+    policy = KVPolicyRecord.of(kv).model_dump()
     return AccuracyRecord(backend=backend, **policy, **(base | fields))
 
 
