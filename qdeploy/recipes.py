@@ -22,7 +22,11 @@ INTEGER_SCHEMES: dict[str, tuple[int, bool]] = {
     "W4A16": (4, True),
     "W4A16_ASYM": (4, False),
     "W8A16": (8, True),
+    "W8A16_ASYM": (8, False),
     "W3A16": (3, True),
+    "W3A16_ASYM": (3, False),
+    "W2A16": (2, True),
+    "W2A16_ASYM": (2, False),
 }
 
 
@@ -109,7 +113,7 @@ class Recipe(_Section):
     """A complete quantization recipe; flags of `quantize` override its fields."""
 
     model: str | None = None
-    method: Literal["awq", "gptq", "rtn", "fp8", "none"] = "awq"
+    method: Literal["awq", "gptq", "awq+gptq", "rtn", "fp8", "none"] = "awq"
     #: With method fp8: FP8_DYNAMIC unless given. Integers have the three keys that follow.
     scheme: Fp8SchemeName | None = None
     bits: Literal[2, 3, 4, 8] = 4

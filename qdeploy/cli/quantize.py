@@ -24,10 +24,12 @@ def quantize(
         str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf, hub name or pypi:….")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Shipped recipe's name, or a .yaml.")] = None,
-    method: Annotated[str | None, typer.Option(help="awq, gptq, rtn, fp8 or none.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="awq, gptq, awq+gptq, rtn, fp8 or none.")
+    ] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="FP8_DYNAMIC, FP8_BLOCK; or W4A16, W4A16_ASYM, W8A16, W3A16."),
+        typer.Option(help="FP8_DYNAMIC, FP8_BLOCK; or W4A16, W4A16_ASYM, also W2, W3, W8."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.")] = None,
     group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,

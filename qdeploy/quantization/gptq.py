@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qdeploy.quantization.awq_clip import clip_qparams
-from qdeploy.quantization.hessian import Hessian
-from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import grouped_range, range_qparams
-from qdeploy.quantization.rtn import rtn_quantize, stored_bias
-from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+from qdeploy.quantization.rounding import Rounded, round_layer
+from qdeploy.quantization.rtn import rtn_quantize
+from qdeploy.quantization.scheme import QuantScheme
 
 #: static: by falling diagonal of H, groups fixed beforehand; group: whole groups by their largest
 #: diagonal, sorted inside; none: as stored. On disk, groups are in input order with all of them.
@@ -27,19 +26,6 @@ BLOCK_COLUMNS = 128
 FLOAT64_FEATURES = 2048
 
 
-@dataclass(slots=True, kw_only=True)
-class GptqResult:
-    """Codes uint8 [out, in], scales float32 and zero points uint8 [out, groups].
-
-    dampening: the share that worked, None when none did and the layer was rounded to nearest
-    """
-
-    codes: Tensor
-    scales: Tensor
-    zero_points: Tensor
-    dampening: float | None
-
-
 def gptq_quantize(
     weight: Tensor,
     hessian: Tensor,
@@ -47,7 +33,7 @@ def gptq_quantize(
     *,
     order: Order = "static",
     search: bool = True,
-) -> GptqResult:
+) -> Rounded:
     """Quantize weight [out, in] float32 with H = E[x xᵀ], [in, in]; neither is modified.
 
     search: pick each group's range by activation-weighted error instead of min-max. Columns that
@@ -58,11 +44,11 @@ def gptq_quantize(
     if factor is None:
         scales, zeros = _qparams(weight, hessian.diagonal().clamp(min=0), scheme, search)
         q = rtn_quantize(weight, scheme, qparams=(scales, zeros))
-        return GptqResult(codes=q.codes, scales=scales, zero_points=zeros, dampening=None)
+        return Rounded(codes=q.codes, scales=scales, zero_points=zeros, dampening=None)
     solver = _Solver(weight, hessian, scheme, factor, permutation, order == "static", search)
     solver.run()
     inverse = torch.argsort(permutation)
-    return GptqResult(
+    return Rounded(
         codes=solver.codes[:, inverse],
         scales=solver.scales,
         zero_points=solver.zeros,
@@ -195,65 +181,10 @@ class Gptq:
     def check(self, model_type: str) -> None:
         """Any architecture."""
 
-    @torch.no_grad()
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
-        """`loss` is the mean squared error of the linear's output."""
-        assert context.forward is not None
-        outcome = LayerOutcome(linears={})
-        for names in context.input_groups:
-            start = time.monotonic()
-            hessian = Hessian()
-            context.forward({names[0]: hessian}, stop_after=names[0])
-            self._quantize_shared(context, names, hessian.matrix, outcome, start)
-        if not context.is_last:
-            outcome.outputs = context.forward()
-        return outcome
+        """See round_layer."""
+        return round_layer(context, self.round)
 
-    def _quantize_shared(
-        self,
-        context: LayerContext,
-        names: tuple[str, ...],
-        hessian: Tensor,
-        outcome: LayerOutcome,
-        start: float,
-    ) -> None:
-        """Linears that share an input are one tall matrix: rows don't interact."""
-        linears = [context.linear(name) for name in names]
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        result = gptq_quantize(
-            weight, hessian, context.scheme, order=self.order, search=self.search
-        )
-        fallback = None if result.dampening is not None else "rtn"
-        if fallback:
-            context.warn(
-                f"{context.name}: H of {', '.join(names)} has no factor; rounded to nearest"
-            )
-        sizes = [linear.out_features for linear in linears]
-        parts = zip(
-            result.codes.split(sizes),
-            result.scales.split(sizes),
-            result.zero_points.split(sizes),
-            strict=True,
-        )
-        seconds = (time.monotonic() - start) / len(names)
-        for name, linear, (codes, scales, zeros) in zip(names, linears, parts, strict=True):
-            q = QuantizedLinear(
-                codes=codes.contiguous(),
-                scales=scales.to(torch.float16),
-                zero_points=zeros.contiguous(),
-                scheme=context.scheme,
-                bias=stored_bias(context, name),
-            )
-            outcome.linears[name] = q
-            dequantized = q.dequantize()
-            error = dequantized - linear.weight
-            loss = ((error @ hessian) * error).sum().item() / linear.out_features
-            linear.weight.data = dequantized
-            report = LinearReport(
-                name=name,
-                loss=loss,
-                dampening=result.dampening,
-                fallback=fallback,
-                seconds=seconds,
-            )
-            outcome.reports.append(report)
+    def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
+        """A Rounder."""
+        return gptq_quantize(weight, hessian, scheme, order=self.order, search=self.search)

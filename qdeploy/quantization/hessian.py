@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: H is symmetric: of each band of so many rows only what lies right of the diagonal is summed.
+BAND = 512
+
 
 class Hessian:
     """H = Σ x xᵀ, [in, in]; one for all layers that share the input (GPTQ, eq. 1 up to a factor).
@@ -20,7 +23,9 @@ class Hessian:
         rows = rows.reshape(-1, rows.shape[-1]).float()
         if self._sum is None:
             self._sum = torch.zeros(rows.shape[1], rows.shape[1])
-        self._sum.addmm_(rows.t(), rows)
+        for start in range(0, rows.shape[1], BAND):
+            band = rows[:, start : start + BAND]
+            self._sum[start : start + BAND, start:].addmm_(band.t(), rows[:, start:])
         self.rows += rows.shape[0]
 
     @property
@@ -28,39 +33,26 @@ class Hessian:
         """The mean over tokens, [in, in]; raises ValueError before the first row."""
         if self._sum is None or not self.rows:
             raise ValueError("no rows were observed")
-        return self._sum / self.rows
+        upper = self._sum.triu()
+        return (upper + upper.triu(1).t()).div_(self.rows)
 
 
-class GroupMoments:
-    """What AWQ needs of all tokens: mean |x|, [in], and H within each group, [groups, g, g]."""
+class AbsoluteMean:
+    """Mean |x| of each input feature over all tokens: AWQ's measure of what is salient."""
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self) -> None:
         self.rows = 0
-        self._group_size = group_size
-        self._absolute: Tensor | None = None
-        self._blocks: Tensor | None = None
+        self._sum: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> None:
-        rows = rows.reshape(-1, rows.shape[-1]).float()
-        size = rows.shape[1] if self._group_size == -1 else self._group_size
-        grouped = rows.view(rows.shape[0], -1, size).transpose(0, 1)
-        blocks = grouped.transpose(1, 2) @ grouped
-        absolute = rows.abs().sum(0)
-        first = self._blocks is None or self._absolute is None
-        self._blocks = blocks if first else self._blocks + blocks  # type: ignore[operator]
-        self._absolute = absolute if first else self._absolute + absolute  # type: ignore[operator]
+        rows = rows.reshape(-1, rows.shape[-1])
+        total = rows.abs().sum(0, dtype=torch.float32)
+        self._sum = total if self._sum is None else self._sum + total
         self.rows += rows.shape[0]
 
     @property
-    def absolute_mean(self) -> Tensor:
-        """Mean |x| of each input feature, [in]; raises ValueError before the first row."""
-        if self._absolute is None:
+    def mean(self) -> Tensor:
+        """[in], float32; raises ValueError before the first row."""
+        if self._sum is None or not self.rows:
             raise ValueError("no rows were observed")
-        return self._absolute / self.rows
-
-    @property
-    def blocks(self) -> Tensor:
-        """Mean of x xᵀ within each group, [groups, g, g]; ValueError before the first row."""
-        if self._blocks is None:
-            raise ValueError("no rows were observed")
-        return self._blocks / self.rows
+        return self._sum / self.rows

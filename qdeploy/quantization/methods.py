@@ -11,6 +11,7 @@ from qdeploy.registry import Registry
 
 METHODS: Registry[QuantMethod] = Registry("method")
 METHODS.add("awq", Awq())
+METHODS.add("awq+gptq", Awq(rounder=Gptq().round))
 METHODS.add("gptq", Gptq())
 METHODS.add("rtn", Rtn())
 METHODS.add("fp8", Fp8())

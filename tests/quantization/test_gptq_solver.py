@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdeploy.quantization.gptq import DAMPENING, GptqResult, gptq_quantize
-from qdeploy.quantization.hessian import GroupMoments, Hessian
+from qdeploy.quantization.gptq import DAMPENING, gptq_quantize
+from qdeploy.quantization.hessian import BAND, AbsoluteMean, Hessian
 from qdeploy.quantization.numerics import dequantize
+from qdeploy.quantization.rounding import Rounded
 from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
 from quantization.gptq_reference import reference_gptq
@@ -26,7 +27,7 @@ def problem(rows: int = 64, columns: int = 256, seed: int = 0) -> tuple[Tensor, 
     return weight, inputs.t() @ inputs / len(inputs)
 
 
-def weight_of(result: GptqResult) -> Tensor:
+def weight_of(result: Rounded) -> Tensor:
     return dequantize(result.codes, result.scales, result.zero_points)
 
 
@@ -149,18 +150,27 @@ def test_q08_hessian_is_the_sum_over_real_tokens() -> None:
     torch.testing.assert_close(hessian.matrix, inputs.t() @ inputs / 6)
 
 
-def test_group_moments_are_the_diagonal_blocks() -> None:
+def test_h_is_summed_in_bands_and_made_symmetric() -> None:
+    """Wider than a band; what lies left of the diagonal is mirrored."""
+    inputs = torch.randn(7, BAND + 40)
+    hessian = Hessian()
+    hessian(inputs[:3])
+    hessian(inputs[3:])
+    matrix = hessian.matrix
+    torch.testing.assert_close(matrix, inputs.t() @ inputs / 7)
+    assert torch.equal(matrix, matrix.t())
+
+
+def test_absolute_mean_is_over_all_tokens() -> None:
     inputs = torch.randn(7, 12)
-    moments = GroupMoments(4)
-    moments(inputs[:3])
-    moments(inputs[3:])
-    full = inputs.t() @ inputs / 7
-    torch.testing.assert_close(moments.blocks[1], full[4:8, 4:8])
-    torch.testing.assert_close(moments.absolute_mean, inputs.abs().mean(0))
+    means = AbsoluteMean()
+    means(inputs[:3])
+    means(inputs[3:].view(1, 4, 12))
+    torch.testing.assert_close(means.mean, inputs.abs().mean(0))
 
 
 def test_statistics_of_nothing_are_an_error() -> None:
     with pytest.raises(ValueError, match="no rows"):
         _ = Hessian().matrix
     with pytest.raises(ValueError, match="no rows"):
-        _ = GroupMoments(4).blocks
+        _ = AbsoluteMean().mean

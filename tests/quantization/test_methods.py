@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from qdeploy.errors import CalibrationError
-from qdeploy.quantization import awq, smoothing
-from qdeploy.quantization.awq import Awq, Call, candidates, search_scales
+from qdeploy.quantization import awq_scales, smoothing
+from qdeploy.quantization.awq import Awq
 from qdeploy.quantization.awq_clip import clip_qparams
+from qdeploy.quantization.awq_scales import Call, candidates, search_scales
 from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import (
@@ -133,7 +134,7 @@ def test_a_wrong_fold_is_noticed() -> None:
     context = layer_context(tiny("gemma3_text"))
     wrong = tuple(dataclasses.replace(g, offset=False) for g in smoothing.GROUPS["gemma3_text"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(awq, "smoothing_groups", lambda model_type: wrong)
+        patch.setattr(awq_scales, "smoothing_groups", lambda model_type: wrong)
         with pytest.raises(CalibrationError, match=r"model\.layers\.0: folding AWQ scales changed"):
             Awq().quantize_layer(context)
 

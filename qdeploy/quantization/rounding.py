@@ -1,0 +1,101 @@
+"""Rounding the linears of a decoder layer in order of execution: what AWQ and GPTQ share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qdeploy.quantization.hessian import Hessian
+from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
+from qdeploy.quantization.rtn import stored_bias
+from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
+
+
+@dataclass(slots=True, kw_only=True)
+class Rounded:
+    """Codes uint8 [out, in]; scales (float32, exact in float16) and zero points [out, groups].
+
+    dampening: the share of H's mean diagonal that was added to it; None when H was of no use and
+    the weight was rounded to nearest
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor
+    dampening: float | None
+
+    def split(self, sizes: Sequence[int]) -> list[Rounded]:
+        """Take apart linears that were rounded as one tall matrix of so many rows each."""
+        parts = zip(
+            self.codes.split(sizes),
+            self.scales.split(sizes),
+            self.zero_points.split(sizes),
+            strict=True,
+        )
+        return [
+            Rounded(codes=codes, scales=scales, zero_points=zeros, dampening=self.dampening)
+            for codes, scales, zeros in parts
+        ]
+
+
+#: Rounds a weight [out, in], float32, by H = E[x xᵀ], [in, in]; modifies neither.
+Rounder = Callable[[Tensor, Tensor, QuantScheme], Rounded]
+
+
+@torch.no_grad()
+def round_layer(context: LayerContext, rounder: Rounder) -> LayerOutcome:
+    """Round every target; each sees the inputs that quantized earlier ones give (true-sequential).
+
+    The outcome's outputs, the next layer's inputs, are the quantized layer's, so that later layers
+    make up for errors of earlier ones. `loss` is the mean squared error of a linear's outputs.
+    """
+    assert context.forward is not None
+    outcome = LayerOutcome(linears={})
+    for names in context.input_groups:
+        start = time.monotonic()
+        hessian = Hessian()
+        context.forward({names[0]: hessian}, stop_after=names[0])
+        _round_shared(context, names, hessian.matrix, rounder, outcome, start)
+    if not context.is_last:
+        outcome.outputs = context.forward()
+    return outcome
+
+
+def _round_shared(
+    context: LayerContext,
+    names: tuple[str, ...],
+    hessian: Tensor,
+    rounder: Rounder,
+    outcome: LayerOutcome,
+    start: float,
+) -> None:
+    """Linears that share an input are one tall matrix: rows don't interact."""
+    linears = [context.linear(name) for name in names]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    result = rounder(weight, hessian, context.scheme)
+    fallback = None if result.dampening is not None else "rtn"
+    if fallback:
+        context.warn(f"{context.name}: H of {', '.join(names)} has no factor; rounded to nearest")
+    parts = result.split([linear.out_features for linear in linears])
+    seconds = (time.monotonic() - start) / len(names)
+    for name, linear, part in zip(names, linears, parts, strict=True):
+        q = QuantizedLinear(
+            codes=part.codes.contiguous(),
+            scales=part.scales.to(torch.float16),
+            zero_points=part.zero_points.contiguous(),
+            scheme=context.scheme,
+            bias=stored_bias(context, name),
+        )
+        outcome.linears[name] = q
+        dequantized = q.dequantize()
+        error = dequantized - linear.weight
+        loss = ((error @ hessian) * error).sum().item() / linear.out_features
+        linear.weight.data = dequantized
+        report = LinearReport(
+            name=name, loss=loss, dampening=part.dampening, fallback=fallback, seconds=seconds
+        )
+        outcome.reports.append(report)
