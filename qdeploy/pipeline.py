@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from qdeploy import __version__
-from qdeploy.calibration.capture import find_input_groups, run_layer
+from qdeploy.calibration.capture import find_input_groups, forward_dtype, run_layer
 from qdeploy.calibration.dataset import CalibrationData, load_calibration
 from qdeploy.calibration.kv_policy import KVCalibration, policy_notes
 from qdeploy.calibration.plan import QuantPlan, make_plan
@@ -201,7 +201,7 @@ class _Run:
                 return self._quantize_layer(walk, index, layer, batches), kv
             outcome = self._quantize_layer(walk, index, layer, [])
             if index + 1 < len(walk.layers):  # the next layer's statistics alone want inputs
-                outcome.outputs = run_layer(layer, batches)
+                outcome.outputs = run_layer(layer, batches, dtype=forward_dtype())
             return outcome, kv
 
     def _quantize_layer(
@@ -218,7 +218,7 @@ class _Run:
         def forward(
             observers: dict[str, Observer] | None = None, stop_after: str | None = None
         ) -> list[Tensor]:
-            return run_layer(layer, batches, observers, stop_after)
+            return run_layer(layer, batches, observers, stop_after, dtype=forward_dtype())
 
         search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
         groups = find_input_groups(layer, name, search[0], targets) if batches else ()
@@ -304,6 +304,7 @@ class _Run:
             "weights": self.folder.weights_sha256(),
             "recipe": json.dumps(kept, sort_keys=True),
             "calibration": data.sha256 if data is not None else "",
+            "forward_dtype": str(forward_dtype()),
             "versions": json.dumps(_versions(), sort_keys=True),
         }
 

@@ -49,15 +49,19 @@ def gptq_quantize(
     solver.run()
     inverse = torch.argsort(permutation)
     return Rounded(
-        codes=solver.codes[:, inverse],
-        scales=solver.scales,
-        zero_points=solver.zeros,
+        codes=solver.codes[inverse].t().to(torch.uint8).contiguous(),
+        scales=solver.scales.t().contiguous(),
+        zero_points=solver.zeros.t().to(torch.uint8).contiguous(),
         dampening=dampening,
     )
 
 
 class _Solver:
-    """State of one run; columns are permuted, groups are numbered as on disk."""
+    """State of one run; columns are permuted, groups are numbered as on disk.
+
+    Everything is transposed, [in, out] and [groups, out]: what is worked on at a time, a column
+    of the weight, then lies in one piece.
+    """
 
     def __init__(
         self,
@@ -70,43 +74,44 @@ class _Solver:
         search: bool,
     ) -> None:
         self.scheme, self.factor, self.search, self.static = scheme, factor, search, static
-        self.weight = weight.float()[:, permutation].clone()
+        self.weight = weight.float().t()[permutation].contiguous()
         self.diagonal = hessian.diagonal()[permutation].clamp(min=0)
         out_features, in_features = weight.shape
         groups = scheme.groups(in_features)
         self.group_size = in_features // groups
         self.group_of = (permutation // self.group_size).tolist()
-        self.codes = torch.zeros(out_features, in_features, dtype=torch.uint8)
-        self.scales = torch.ones(out_features, groups)
-        self.zeros = torch.zeros(out_features, groups, dtype=torch.uint8)
+        self.codes = torch.zeros(in_features, out_features)
+        self.scales = torch.ones(groups, out_features)
+        self.zeros = torch.zeros(groups, out_features)
         if static:
             diagonal = hessian.diagonal().clamp(min=0)
-            self.scales, self.zeros = _qparams(weight.float(), diagonal, scheme, search)
+            scales, zeros = _qparams(weight.float(), diagonal, scheme, search)
+            self.scales, self.zeros = scales.t().contiguous(), zeros.t().float()
 
     def run(self) -> None:
         """Blocks hold whole groups, so that a group that begins sees all errors so far."""
         size = self.group_size
         block = size * max(BLOCK_COLUMNS // size, 1)
-        for start in range(0, self.weight.shape[1], block):
-            end = min(start + block, self.weight.shape[1])
+        for start in range(0, len(self.weight), block):
+            end = min(start + block, len(self.weight))
             errors = self._block(start, end)
-            self.weight[:, end:].addmm_(errors, self.factor[start:end, end:], alpha=-1)
+            self.weight[end:].addmm_(self.factor[start:end, end:].t(), errors, alpha=-1)
 
     def _block(self, start: int, end: int) -> Tensor:
         """Round columns start … end; returns their errors over the factor's diagonal."""
-        errors = torch.zeros(self.weight.shape[0], end - start)
+        errors = torch.zeros(end - start, self.weight.shape[1])
         for column in range(start, end):
             if not self.static and column % self.group_size == 0:
                 self._begin_group(column)
             group = self.group_of[column]
-            scale, zero = self.scales[:, group], self.zeros[:, group].float()
-            value = self.weight[:, column]
-            code = (value / scale + zero).round_().clamp_(0, self.scheme.max_code)
-            self.codes[:, column] = code.to(torch.uint8)
-            error = (value - (code - zero) * scale) / self.factor[column, column]
-            errors[:, column - start] = error
-            rest = self.weight[:, column + 1 : end]
-            rest.addr_(error, self.factor[column, column + 1 : end], alpha=-1)
+            scale, zero = self.scales[group], self.zeros[group]
+            value, code = self.weight[column], self.codes[column]
+            torch.div(value, scale, out=code).add_(zero).round_().clamp_(0, self.scheme.max_code)
+            error = errors[column - start]
+            torch.sub(value, (code - zero).mul_(scale), out=error)
+            error.div_(self.factor[column, column])
+            rest = self.weight[column + 1 : end]
+            rest.addr_(self.factor[column, column + 1 : end], error, alpha=-1)
         return errors
 
     def _begin_group(self, column: int) -> None:
@@ -115,9 +120,9 @@ class _Solver:
         scheme = QuantScheme(bits=self.scheme.bits, group_size=-1, symmetric=self.scheme.symmetric)
         group = self.group_of[column]
         scales, zeros = _qparams(
-            self.weight[:, columns], self.diagonal[columns], scheme, self.search
+            self.weight[columns].t(), self.diagonal[columns], scheme, self.search
         )
-        self.scales[:, group], self.zeros[:, group] = scales[:, 0], zeros[:, 0]
+        self.scales[group], self.zeros[group] = scales[:, 0], zeros[:, 0].float()
 
 
 def _qparams(

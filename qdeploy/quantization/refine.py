@@ -69,21 +69,21 @@ def move_codes(
     h = hessian[order][:, order]
     step = expand_groups(scales, columns, None)
     offset = expand_groups(zeros.float(), columns, None)
-    slope = (((codes.float() - offset) * step - weight) @ hessian)[:, order]  # half the gradient
-    step, moved = step[:, order], codes.float()[:, order]
+    slope = ((codes.float() - offset) * step - weight) @ hessian  # half the gradient
+    # Transposed: a column, which moves at a time, then lies in one piece.
+    step, slope, moved = (m.t()[order].contiguous() for m in (step, slope, codes.float()))
     for start in range(0, columns, BLOCK_COLUMNS):
         part = slice(start, start + BLOCK_COLUMNS)
-        before = moved[:, part].clone()
-        _move_block(moved[:, part], slope[:, part], h[part, part], step[:, part], scheme.max_code)
-        slope.addmm_((moved[:, part] - before) * step[:, part], h[part])
-    return moved[:, torch.argsort(order)].to(torch.uint8)
+        before = moved[part].clone()
+        _move_block(moved[part], slope[part], h[part, part], step[part], scheme.max_code)
+        slope.addmm_(h[:, part], (moved[part] - before) * step[part])
+    return moved[torch.argsort(order)].t().to(torch.uint8).contiguous()
 
 
 def _move_block(codes: Tensor, slope: Tensor, h: Tensor, step: Tensor, max_code: int) -> None:
-    """Move the codes of a block of columns, in place; slope is left as it was."""
+    """Move the codes of a block of columns [block, out], in place; slope is left as it was."""
     slope = slope.clone()
-    for column in range(codes.shape[1]):
-        size, old = step[:, column], codes[:, column].clone()
-        new = (old - slope[:, column] / (h[column, column] * size)).round_().clamp_(0, max_code)
-        codes[:, column] = new
-        slope.addr_((new - old) * size, h[column])
+    for column, (code, size) in enumerate(zip(codes, step, strict=True)):
+        old = code.clone()
+        code.sub_(slope[column] / (size * h[column, column])).round_().clamp_(0, max_code)
+        slope.addr_(h[column], (code - old).mul_(size))

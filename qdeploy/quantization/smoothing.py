@@ -20,7 +20,7 @@ class SmoothingGroup:
     """Names are relative to the decoder layer.
 
     source: the norm or linear whose output is divided by s
-    balance: linears that read it; block: module whose output judges the scales
+    balance: linears that read it; block: module whose output judges the scales, "" for the layer
     offset: the norm multiplies by 1 + w (Gemma), not by w
     per_kv_head: source has a row per KV head, balance a column per query head (GQA)
     """
@@ -32,9 +32,12 @@ class SmoothingGroup:
     per_kv_head: bool = False
 
 
+def _norm(source: str, balance: tuple[str, ...], block: str, *, offset: bool) -> SmoothingGroup:
+    return SmoothingGroup(source=source, balance=balance, block=block, offset=offset)
+
+
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_ATTENTION = SmoothingGroup(source="input_layernorm", balance=_QKV, block="self_attn")
 _OUT = SmoothingGroup(
     source="self_attn.v_proj",
     balance=("self_attn.o_proj",),
@@ -42,24 +45,43 @@ _OUT = SmoothingGroup(
     per_kv_head=True,
 )
 _DOWN = SmoothingGroup(source="mlp.up_proj", balance=("mlp.down_proj",), block="mlp.down_proj")
-_LLAMA = (
-    _ATTENTION,
-    _OUT,
-    SmoothingGroup(source="post_attention_layernorm", balance=_GATE_UP, block="mlp"),
-    _DOWN,
-)
-#: q_norm and k_norm of Gemma 3 make smoothing of q and k worse than none (llm-compressor 2522).
-_GEMMA3 = (
-    _OUT,
-    SmoothingGroup(source="pre_feedforward_layernorm", balance=_GATE_UP, block="mlp", offset=True),
-    _DOWN,
-)
+_ATTENTION_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
+
+
+def _pre_norm(*, mlp_norm: str = _MLP_NORM, offset: bool = False) -> tuple[SmoothingGroup, ...]:
+    """A norm before attention, another before the MLP."""
+    return (
+        _norm(_ATTENTION_NORM, _QKV, "self_attn", offset=offset),
+        _OUT,
+        _norm(mlp_norm, _GATE_UP, "mlp", offset=offset),
+        _DOWN,
+    )
+
+
+_LLAMA = _pre_norm()
+#: Norms only behind attention and MLP: nothing can be folded into what comes before them.
+_POST_NORM = (_OUT, _DOWN)
+_BEFORE_MLP = "pre_feedforward_layernorm"
 GROUPS: Mapping[str, tuple[SmoothingGroup, ...]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "gemma3_text": _GEMMA3,
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "gemma": _pre_norm(offset=True),
+    "gemma2": _pre_norm(mlp_norm=_BEFORE_MLP, offset=True),
+    # q_norm and k_norm make smoothing of q and k worse than none (llm-compressor 2522).
+    "gemma3_text": (_OUT, _norm(_BEFORE_MLP, _GATE_UP, "mlp", offset=True), _DOWN),
+    "olmo2": _POST_NORM,
+    "exaone4": _POST_NORM,
+    # Attention and MLP side by side behind one norm; only the whole layer sees both.
+    "cohere": (_norm(_ATTENTION_NORM, (*_QKV, *_GATE_UP), "", offset=False), _OUT, _DOWN),
+    # Fused projections: a slice of one can't be divided on its own.
+    "phi3": (
+        _norm(_ATTENTION_NORM, ("self_attn.qkv_proj",), "self_attn", offset=False),
+        _norm(_MLP_NORM, ("mlp.gate_up_proj",), "mlp", offset=False),
+    ),
 }
 
 

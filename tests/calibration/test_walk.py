@@ -44,6 +44,22 @@ def test_q07_walk_equals_the_model_at_any_mix_of_lengths(arch: str, tmp_path: Pa
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bfloat16_products_leave_the_residual_stream_in_float32(arch: str, tmp_path: Path) -> None:
+    walk = DecoderWalk(open_folder(tiny_checkpoint(arch, tmp_path / "model")))
+    batches = walk.batches(0, walk.embed(SEQUENCES))
+    rows: list[Tensor] = []
+    with walk.layer(0) as layer:
+        exact = run_layer(layer, batches)
+        seen = {"self_attn.q_proj": rows.append}
+        fast = run_layer(layer, batches, seen, dtype=torch.bfloat16)
+    assert rows[0].dtype == torch.float32
+    for tensor, expected, batch in zip(fast, exact, batches, strict=True):
+        assert tensor.dtype == torch.float32
+        change = (expected - batch.hidden).norm()
+        assert 0 < (tensor - expected).norm() < 0.03 * change
+
+
 def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
     folder = tiny_checkpoint("gemma3_text", tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -136,6 +136,9 @@ def test_config_that_cannot_be_honoured_is_named(change: dict[str, object]) -> N
         ("gptq", QuantScheme(), "gptq_v2"),
         ("rtn", QuantScheme(bits=3), "compressed-tensors"),
         ("awq", QuantScheme(bits=8), "compressed-tensors"),
+        ("awq+gptq", QuantScheme(), "awq"),
+        ("awq+gptq", QuantScheme(bits=3), "gptq_v2"),
+        ("awq+gptq", QuantScheme(bits=3, symmetric=True), "gptq"),
         ("awq", QuantScheme(act_order=True), "gptq_v2"),
     ],
 )

@@ -38,6 +38,7 @@ def test_recipe_is_valid(name: str) -> None:
 def test_the_promised_recipes_exist() -> None:
     assert {
         "smollm2-135m-awq",
+        "smollm2-135m-awq-gptq",
         "smollm2-135m-gptq",
         "smollm2-135m-rtn",
         "smollm2-135m-fp8",

@@ -15,6 +15,7 @@ from qdeploy.quantization.awq_clip import clip_qparams
 from qdeploy.quantization.awq_scales import Call, candidates, search_scales
 from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import LayerContext, LayerOutcome
+from qdeploy.quantization.methods import METHODS
 from qdeploy.quantization.numerics import (
     dequantize,
     fake_quantize,
@@ -24,6 +25,7 @@ from qdeploy.quantization.numerics import (
 )
 from qdeploy.quantization.rtn import Rtn, rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.quantization.smoothing import GROUPS
 from quantization.layer_contexts import layer_context, tiny
 from tiny_models import ARCHITECTURES
 
@@ -55,11 +57,13 @@ def layer_error(arch: str, method: object) -> float:
     return (outputs(context) - before).square().mean().item()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", GROUPS)
 def test_awq_and_gptq_beat_rtn_on_the_layers_output(arch: str) -> None:
     nearest = layer_error(arch, Rtn())
-    assert layer_error(arch, Awq()) < nearest
-    assert layer_error(arch, Gptq()) < nearest
+    scaled, compensated = layer_error(arch, Awq()), layer_error(arch, Gptq())
+    assert scaled < nearest
+    assert compensated < nearest
+    assert layer_error(arch, METHODS.get("awq+gptq")) < 1.1 * min(scaled, compensated)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -110,7 +114,7 @@ def test_q02_every_loss_not_finite_keeps_scale_one_with_a_named_warning() -> Non
         assert q.dequantize().isfinite().all()
 
 
-@pytest.mark.parametrize("method", [Awq(), Gptq(), Rtn()])
+@pytest.mark.parametrize("method", [Awq(), Gptq(), METHODS.get("awq+gptq"), Rtn()])
 def test_q01_tiny_weights_stay_finite(method: object) -> None:
     """A gate_proj group of 1e-9 is 0 in float16: statistics are float32 throughout."""
     context = layer_context(tiny("llama"))
@@ -124,7 +128,7 @@ def test_q01_tiny_weights_stay_finite(method: object) -> None:
 
 
 def test_q06_eight_tokens_are_enough_to_run() -> None:
-    for method in (Awq(), Gptq()):
+    for method in (Awq(), Gptq(), METHODS.get("awq+gptq")):
         outcome = method.quantize_layer(layer_context(tiny("llama"), tokens=8))
         assert all(q.dequantize().isfinite().all() for q in outcome.linears.values())
 

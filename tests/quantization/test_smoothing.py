@@ -39,14 +39,15 @@ def logits(model: PreTrainedModel) -> Tensor:
     return model(ids).logits
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_q22_logits_unchanged(arch: str, dtype: torch.dtype) -> None:
     model = tiny(arch)
     before = logits(model)
-    weight = model.model.layers[0].mlp.down_proj.weight.clone()
+    name = smoothing_groups(arch)[-1].balance[-1]
+    weight = model.model.layers[0].get_submodule(name).weight.clone()
     fold_all(model, dtype)
-    assert not torch.equal(weight, model.model.layers[0].mlp.down_proj.weight)
+    assert not torch.equal(weight, model.model.layers[0].get_submodule(name).weight)
     torch.testing.assert_close(logits(model), before, atol=1e-3, rtol=1e-3)
 
 
@@ -97,7 +98,11 @@ def test_zero_norm_weights_are_left_alone() -> None:
     torch.testing.assert_close(after, before, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_of_the_runtime_has_groups() -> None:
+    assert set(ARCHITECTURES) <= set(GROUPS)
+
+
+@pytest.mark.parametrize("arch", GROUPS)
 def test_groups_name_modules_that_exist(arch: str) -> None:
     layer = tiny_model(arch).model.layers[0]
     for group in GROUPS[arch]:
