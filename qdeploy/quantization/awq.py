@@ -9,7 +9,9 @@ from torch import Tensor
 
 from qdeploy.quantization.awq_clip import clip_qparams
 from qdeploy.quantization.awq_scales import scale_layer
+from qdeploy.quantization.hessian import dampened
 from qdeploy.quantization.method import LayerContext, LayerOutcome
+from qdeploy.quantization.refine import refit_scales
 from qdeploy.quantization.rounding import Rounded, Rounder, round_layer
 from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
@@ -17,15 +19,17 @@ from qdeploy.quantization.smoothing import smoothing_groups
 
 
 def round_clipped(weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
-    """Nearest codes in ranges shrunk where that lowers the output error; a Rounder."""
-    groups = scheme.groups(weight.shape[1])
-    size = weight.shape[1] // groups
-    blocks = torch.stack(
-        [hessian[i : i + size, i : i + size] for i in range(0, groups * size, size)]
-    )
-    scales, zeros = clip_qparams(weight, scheme, blocks)
-    q = rtn_quantize(weight, scheme, qparams=(scales, zeros))
-    return Rounded(codes=q.codes, scales=scales, zero_points=zeros, dampening=0.0)
+    """Nearest codes in ranges shrunk where that lowers the output error; a Rounder.
+
+    AWQ stops there. Here scales are then fitted once more, to these codes and all of H.
+    """
+    h = dampened(hessian)
+    size = weight.shape[1] // scheme.groups(weight.shape[1])
+    blocks = [h[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
+    scales, zeros = clip_qparams(weight, scheme, torch.stack(blocks))
+    codes = rtn_quantize(weight, scheme, qparams=(scales, zeros)).codes
+    scales = refit_scales(weight, h, codes, scales, zeros)
+    return Rounded(codes=codes, scales=scales, zero_points=zeros)
 
 
 @dataclass(frozen=True)

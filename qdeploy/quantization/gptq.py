@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from qdeploy.quantization.awq_clip import clip_qparams
+from qdeploy.quantization.hessian import DAMPENING, dampened
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import grouped_range, range_qparams
+from qdeploy.quantization.refine import move_codes, refit_scales
 from qdeploy.quantization.rounding import Rounded, round_layer
 from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
@@ -19,8 +21,10 @@ from qdeploy.quantization.scheme import QuantScheme
 #: diagonal, sorted inside; none: as stored. On disk, groups are in input order with all of them.
 Order = Literal["static", "group", "none"]
 
-#: Dampening as a share of H's mean diagonal, tried in turn until H can be factorized.
-DAMPENING = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+#: Dampening is raised in these steps until H can be factorized.
+DAMPENING_STEPS = (DAMPENING, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+#: How often scales are refitted, and then codes moved, once all columns are rounded.
+ROUNDS = 2
 BLOCK_COLUMNS = 128
 #: Up to this width the factorization runs in float64.
 FLOAT64_FEATURES = 2048
@@ -31,29 +35,32 @@ def gptq_quantize(
     hessian: Tensor,
     scheme: QuantScheme,
     *,
-    order: Order = "static",
+    order: Order = "group",
     search: bool = True,
+    rounds: int = ROUNDS,
 ) -> Rounded:
     """Quantize weight [out, in] float32 with H = E[x xᵀ], [in, in]; neither is modified.
 
     search: pick each group's range by activation-weighted error instead of min-max. Columns that
     never saw an input (H_ii = 0) neither give nor take errors: they are rounded to nearest, where
-    the paper sets them to zero, which deletes weights when calibration was short.
+    the paper sets them to zero, which deletes weights when calibration was short. rounds: of
+    refine.py's two steps at the end, which the paper hasn't.
     """
     factor, permutation, dampening = _factorize(hessian, scheme, order)
-    if factor is None:
+    if factor is None or dampening is None:
         scales, zeros = _qparams(weight, hessian.diagonal().clamp(min=0), scheme, search)
         q = rtn_quantize(weight, scheme, qparams=(scales, zeros))
-        return Rounded(codes=q.codes, scales=scales, zero_points=zeros, dampening=None)
+        return Rounded(codes=q.codes, scales=scales, zero_points=zeros, fallback="rtn")
     solver = _Solver(weight, hessian, scheme, factor, permutation, order == "static", search)
     solver.run()
-    inverse = torch.argsort(permutation)
-    return Rounded(
-        codes=solver.codes[inverse].t().to(torch.uint8).contiguous(),
-        scales=solver.scales.t().contiguous(),
-        zero_points=solver.zeros.t().to(torch.uint8).contiguous(),
-        dampening=dampening,
-    )
+    codes = solver.codes[torch.argsort(permutation)].t().to(torch.uint8).contiguous()
+    scales = solver.scales.t().contiguous()
+    zeros = solver.zeros.t().to(torch.uint8).contiguous()
+    h = dampened(hessian, dampening)
+    for _ in range(rounds):
+        scales = refit_scales(weight, h, codes, scales, zeros)
+        codes = move_codes(weight, h, codes, scales, zeros, scheme)
+    return Rounded(codes=codes, scales=scales, zero_points=zeros, dampening=dampening)
 
 
 class _Solver:
@@ -132,7 +139,7 @@ def _qparams(
         return range_qparams(*grouped_range(weight, scheme), scheme)
     groups = scheme.groups(weight.shape[1])
     # Dampened like H itself: a feature that was hardly seen still has a weight to keep.
-    diagonal = diagonal + DAMPENING[0] * diagonal.mean()
+    diagonal = diagonal + DAMPENING * diagonal.mean()
     return clip_qparams(weight.contiguous(), scheme, diagonal.reshape(groups, -1))
 
 
@@ -147,19 +154,13 @@ def _factorize(
     permutation = _permutation(hessian.diagonal(), in_features // scheme.groups(in_features), order)
     dtype = torch.float64 if in_features <= FLOAT64_FEATURES else torch.float32
     matrix = hessian[permutation][:, permutation].to(dtype)
-    diagonal = matrix.diagonal()
-    dead = diagonal <= 0
-    mean = diagonal[~dead].mean() if not bool(dead.all()) else torch.ones((), dtype=dtype)
-    for dampening in DAMPENING:
-        damped = matrix.clone()
-        damped.diagonal().add_(dampening * mean)
-        damped.diagonal()[dead] = mean
-        lower, failed = torch.linalg.cholesky_ex(damped)
+    for share in DAMPENING_STEPS:
+        lower, failed = torch.linalg.cholesky_ex(dampened(matrix, share))
         if failed or not bool(lower.isfinite().all()):
             continue
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed and bool(upper.isfinite().all()):
-            return upper.float(), permutation, dampening
+            return upper.float(), permutation, share
     return None, permutation, None
 
 
@@ -180,8 +181,9 @@ class Gptq:
     """Linears in order of execution; each sees the inputs that quantized earlier ones give."""
 
     needs_calibration: bool = True
-    order: Order = "static"
+    order: Order = "group"
     search: bool = True
+    rounds: int = ROUNDS
 
     def check(self, model_type: str) -> None:
         """Any architecture."""
@@ -192,4 +194,6 @@ class Gptq:
 
     def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
         """A Rounder."""
-        return gptq_quantize(weight, hessian, scheme, order=self.order, search=self.search)
+        return gptq_quantize(
+            weight, hessian, scheme, order=self.order, search=self.search, rounds=self.rounds
+        )

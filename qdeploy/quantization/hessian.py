@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: What H is dampened by at least, as a share of its mean diagonal (GPTQ §3.3).
+DAMPENING = 0.01
 #: H is symmetric: of each band of so many rows only what lies right of the diagonal is summed.
 BAND = 512
 
@@ -35,6 +37,20 @@ class Hessian:
             raise ValueError("no rows were observed")
         upper = self._sum.triu()
         return (upper + upper.triu(1).t()).div_(self.rows)
+
+
+def dampened(hessian: Tensor, share: float = DAMPENING) -> Tensor:
+    """H with a share of its mean diagonal added to the diagonal: few tokens don't say everything.
+
+    Features that never were seen (H_ii = 0) don't count in the mean, and get all of it.
+    """
+    diagonal = hessian.diagonal()
+    dead = diagonal <= 0
+    mean = torch.ones_like(diagonal[0]) if bool(dead.all()) else diagonal[~dead].mean()
+    result = hessian.clone()
+    result.diagonal().add_(share * mean)
+    result.diagonal()[dead] = mean
+    return result
 
 
 class AbsoluteMean:

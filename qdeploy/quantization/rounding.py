@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,14 +19,14 @@ from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 class Rounded:
     """Codes uint8 [out, in]; scales (float32, exact in float16) and zero points [out, groups].
 
-    dampening: the share of H's mean diagonal that was added to it; None when H was of no use and
-    the weight was rounded to nearest
+    dampening: share of the mean diagonal that H took; fallback: the method that was used instead
     """
 
     codes: Tensor
     scales: Tensor
     zero_points: Tensor
-    dampening: float | None
+    dampening: float | None = None
+    fallback: str | None = None
 
     def split(self, sizes: Sequence[int]) -> list[Rounded]:
         """Take apart linears that were rounded as one tall matrix of so many rows each."""
@@ -37,7 +37,7 @@ class Rounded:
             strict=True,
         )
         return [
-            Rounded(codes=codes, scales=scales, zero_points=zeros, dampening=self.dampening)
+            replace(self, codes=codes, scales=scales, zero_points=zeros)
             for codes, scales, zeros in parts
         ]
 
@@ -77,8 +77,7 @@ def _round_shared(
     linears = [context.linear(name) for name in names]
     weight = torch.cat([linear.weight.detach() for linear in linears])
     result = rounder(weight, hessian, context.scheme)
-    fallback = None if result.dampening is not None else "rtn"
-    if fallback:
+    if result.fallback is not None:
         context.warn(f"{context.name}: H of {', '.join(names)} has no factor; rounded to nearest")
     parts = result.split([linear.out_features for linear in linears])
     seconds = (time.monotonic() - start) / len(names)
@@ -96,6 +95,6 @@ def _round_shared(
         loss = ((error @ hessian) * error).sum().item() / linear.out_features
         linear.weight.data = dequantized
         report = LinearReport(
-            name=name, loss=loss, dampening=part.dampening, fallback=fallback, seconds=seconds
+            name=name, loss=loss, dampening=part.dampening, fallback=part.fallback, seconds=seconds
         )
         outcome.reports.append(report)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdeploy.quantization.gptq import DAMPENING, gptq_quantize
-from qdeploy.quantization.hessian import BAND, AbsoluteMean, Hessian
+from qdeploy.quantization.gptq import gptq_quantize
+from qdeploy.quantization.hessian import BAND, DAMPENING, AbsoluteMean, Hessian, dampened
 from qdeploy.quantization.numerics import dequantize
 from qdeploy.quantization.rounding import Rounded
 from qdeploy.quantization.rtn import rtn_quantize
@@ -41,9 +41,9 @@ def output_error(weight: Tensor, hessian: Tensor, quantized: Tensor) -> float:
 def test_q17_equals_the_reference_with_local_and_global_columns(group_size: int, seed: int) -> None:
     weight, hessian = problem(seed=seed)
     scheme = QuantScheme(bits=4, group_size=group_size)
-    result = gptq_quantize(weight, hessian, scheme, order="none", search=False)
-    assert result.dampening == DAMPENING[0]
-    expected, scales, zeros = reference_gptq(weight, hessian, 4, group_size, DAMPENING[0])
+    result = gptq_quantize(weight, hessian, scheme, order="none", search=False, rounds=0)
+    assert result.dampening == DAMPENING
+    expected, scales, zeros = reference_gptq(weight, hessian, 4, group_size, DAMPENING)
     # A float32 rounding that falls on the other side of .5 moves one code: none does here.
     torch.testing.assert_close(result.scales.double(), scales, atol=1e-5, rtol=0)
     assert torch.equal(result.zero_points.double(), zeros)
@@ -56,8 +56,8 @@ def test_a_block_of_columns_is_not_a_group() -> None:
     for group_size in (16, 48, 96, 192, -1):
         scheme = QuantScheme(bits=4, group_size=group_size)
         size = 192 if group_size == -1 else group_size
-        result = gptq_quantize(weight, hessian, scheme, order="none", search=False)
-        expected, _, _ = reference_gptq(weight, hessian, 4, size, DAMPENING[0])
+        result = gptq_quantize(weight, hessian, scheme, order="none", search=False, rounds=0)
+        expected, _, _ = reference_gptq(weight, hessian, 4, size, DAMPENING)
         difference = (weight_of(result).double() - expected).abs() > 1e-5
         assert difference.float().mean() < 1e-3, group_size
 
@@ -78,13 +78,15 @@ def test_beats_rounding_to_nearest(order: str, symmetric: bool) -> None:
 def test_act_order_and_search_help_on_skewed_inputs() -> None:
     weight, hessian = problem()
 
-    def error(order: str, search: bool) -> float:
-        result = gptq_quantize(weight, hessian, SCHEME, order=order, search=search)  # type: ignore[arg-type]
+    def error(order: str, search: bool, rounds: int) -> float:
+        result = gptq_quantize(weight, hessian, SCHEME, order=order, search=search, rounds=rounds)  # type: ignore[arg-type]
         return output_error(weight, hessian, weight_of(result))
 
-    plain = error("none", False)
-    assert error("static", False) < plain
-    assert error("static", True) < error("static", False)
+    plain = error("none", False, 0)
+    assert error("static", False, 0) < plain
+    assert error("static", True, 0) < error("static", False, 0)
+    assert error("group", True, 0) < plain
+    assert error("group", True, 2) < error("group", True, 1) < error("group", True, 0)
 
 
 def test_groups_on_disk_are_in_input_order_with_act_order() -> None:
@@ -109,15 +111,23 @@ def test_q16_dampening_escalates_on_a_singular_hessian() -> None:
     hessian -= torch.eye(256) * hessian.diagonal().mean() * 0.03  # rounding, made large
     result = gptq_quantize(weight, hessian, SCHEME)
     assert result.dampening is not None
-    assert result.dampening > DAMPENING[0]
+    assert result.dampening > DAMPENING
     assert weight_of(result).isfinite().all()
+
+
+def test_dampening_leaves_unseen_features_out_of_the_mean() -> None:
+    hessian = torch.diag(torch.tensor([4.0, 0.0, 2.0]))
+    expected = torch.diag(torch.tensor([4.03, 3.0, 2.03]))
+    torch.testing.assert_close(dampened(hessian, 0.01), expected)
+    assert torch.equal(dampened(torch.zeros(2, 2)), torch.eye(2))
+    assert hessian[1, 1] == 0
 
 
 def test_no_factor_at_all_falls_back_to_rounding() -> None:
     weight, hessian = problem()
     hessian[3, 5] = hessian[5, 3] = float("nan")
     result = gptq_quantize(weight, hessian, SCHEME, search=False)
-    assert result.dampening is None
+    assert (result.dampening, result.fallback) == (None, "rtn")
     assert torch.equal(result.codes, rtn_quantize(weight, SCHEME).codes)
 
 
