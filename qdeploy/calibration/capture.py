@@ -23,7 +23,7 @@ def forward_dtype() -> torch.dtype:
     That is about twice as fast there, and its rounding (2^-9) is small beside that of weights.
     Norms, residuals and statistics are float32 in any case.
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if fast else torch.float32
 

@@ -95,9 +95,11 @@ def default_format(method: str, scheme: QuantScheme) -> str:
     """
     if scheme.number == "e4m3":
         name = default_fp8_format(scheme)
+    elif method == "gptq" or scheme.act_order:
+        name = "gptq" if scheme.symmetric else "gptq_v2"
     elif method in ("awq", "awq+gptq") and scheme.bits == 4 and not scheme.symmetric:
         name = "awq"
-    elif method in ("gptq", "awq+gptq") or scheme.act_order:
+    elif method == "awq+gptq":
         name = "gptq" if scheme.symmetric else "gptq_v2"
     else:
         name = "compressed-tensors"
