@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from qdeploy import __version__
-from qdeploy.calibration.capture import find_input_groups, forward_dtype, run_layer
+from qdeploy.calibration.activations import Spill
+from qdeploy.calibration.capture import Keep, forward_dtype
 from qdeploy.calibration.dataset import CalibrationData, load_calibration
 from qdeploy.calibration.kv_policy import KVCalibration, policy_notes
+from qdeploy.calibration.layers import LayerRunner
+from qdeploy.calibration.memory import (
+    MemoryPlan,
+    peak_resident_bytes,
+    plan_memory,
+    require_memory,
+    resident_bytes,
+)
 from qdeploy.calibration.plan import QuantPlan, make_plan
 from qdeploy.calibration.resume import ResumeStore
-from qdeploy.calibration.walk import DecoderWalk, pick_sequences
+from qdeploy.calibration.walk import DecoderWalk
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
 from qdeploy.formats.checkpoint import open_checkpoint
@@ -43,18 +52,8 @@ from qdeploy.kv.pool import bytes_per_token
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
 from qdeploy.quantization.embeddings import table_scheme
-from qdeploy.quantization.method import (
-    LayerBatch,
-    LayerContext,
-    LayerOutcome,
-    LinearReport,
-    Observer,
-)
+from qdeploy.quantization.method import LayerOutcome, LinearReport
 from qdeploy.recipes import Recipe
-
-#: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
-SEARCH_TOKENS = 1024
-FEW_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +88,59 @@ def quantize_checkpoint(
     overwrite: bool = False,
     resume: bool = True,
     max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
+    max_memory: int | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeResult:
     """Quantize `model` (any reference that `resolve_model` takes) into the artifact folder `out`.
 
+    max_memory: bytes that the process may have resident at its peak; None: what the machine has.
+    trust_remote_code: Python code that the model brings may run, and is copied into the artifact.
     Raises a QdeployError before any calibration when the recipe can't be honoured. A killed run
     goes on from its last finished layer, unless `resume` is False or anything changed.
     """
-    run = _Run(model, Path(out), recipe, progress or Silent())
-    return run.run(overwrite, resume, max_shard_size)
+    options = RunOptions(
+        overwrite=overwrite,
+        resume=resume,
+        max_shard_size=max_shard_size,
+        max_memory=max_memory,
+        trust_remote_code=trust_remote_code,
+    )
+    return _Run(model, Path(out), recipe, options, progress or Silent()).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What isn't in a recipe, as quantize_checkpoint says."""
+
+    overwrite: bool
+    resume: bool
+    max_shard_size: int
+    max_memory: int | None
+    trust_remote_code: bool
 
 
 class _Run:
-    def __init__(self, model: str, out: Path, recipe: Recipe, progress: Progress) -> None:
+    def __init__(
+        self, model: str, out: Path, recipe: Recipe, options: RunOptions, progress: Progress
+    ) -> None:
         self.start = time.monotonic()
         self.model, self.out, self.progress = model, out, progress
+        self.options = options
         self.kv = recipe.kv_cache.config()  # a policy that can't be must fail before the work
         self.kv_calibration = (
             KVCalibration(recipe.kv_cache) if recipe.kv_cache.needs_statistics else None
         )
         self.kv_statistics: list[KVLayerStats] = []
-        self.folder = open_folder(resolve_model(model, progress))
+        trusted = options.trust_remote_code
+        self.folder = open_folder(resolve_model(model, progress, code=trusted))
         _kv_bytes_per_token(self.folder.config, self.kv)  # a layer that the model hasn't got
         if "quantization_config" in self.folder.config:
             raise UsageError(f"{model} is quantized already; give its unquantized base model")
         quantizes = recipe.method != "none"
-        walks = quantizes or self.kv_calibration is not None
-        self.walk = DecoderWalk(self.folder) if walks else None
+        self.walk = None
+        if quantizes or self.kv_calibration is not None:
+            self.walk = DecoderWalk(self.folder, trust_remote_code=trusted)
         self.plan = make_plan(self.folder, self.walk if quantizes else None, recipe)
         self.embeddings = _embeddings(recipe, self.folder.config)
         self.recipe = self.plan.recipe
@@ -123,21 +148,29 @@ class _Run:
         self.layers: list[LayerRecord] = []
         self._written: set[str] = set()
 
-    def run(self, overwrite: bool, resume: bool, max_shard_size: int) -> QuantizeResult:
+    def run(self) -> QuantizeResult:
         """Write the artifact; see quantize_checkpoint."""
         for note in self.plan.notes:
             self.progress.info(note)
         store: ResumeStore | None = None
         data: CalibrationData | None = None
         writing = ArtifactWriter(
-            self.out, self.folder, overwrite=overwrite, max_shard_size=max_shard_size
+            self.out,
+            self.folder,
+            overwrite=self.options.overwrite,
+            max_shard_size=self.options.max_shard_size,
+            code=self.options.trust_remote_code,
         )
         with writing as writer:
             if self.walk is not None:
                 data = self._calibration()
-                fingerprint = self._fingerprint(data)
-                store = ResumeStore(self.out, fingerprint, self.progress, enabled=resume)
-                self._quantize(self.walk, writer, store, data)
+                memory = self._memory(self.walk, data)
+                fingerprint = self._fingerprint(data, memory)
+                store = ResumeStore(
+                    self.out, fingerprint, self.progress, enabled=self.options.resume
+                )
+                with store:
+                    self._quantize(self.walk, writer, store, data, memory)
             self._copy_rest(writer)
             config = self._kv_policy(writer)
             writer.finish(self._manifest(data), config)
@@ -145,18 +178,39 @@ class _Run:
             store.remove()
         return self._result()
 
+    def _memory(self, walk: DecoderWalk, data: CalibrationData | None) -> MemoryPlan:
+        """How to stay below the limit; CapacityError when nothing does."""
+        lengths = [len(sequence) for sequence in data.sequences] if data is not None else []
+        sizes = self.plan.sizes(self.folder, walk, lengths)
+        memory = plan_memory(sizes, base_bytes=resident_bytes(), limit=self.options.max_memory)
+        self.progress.info(memory.note)
+        if memory.warning is not None:
+            self._warn(memory.warning)
+        return memory
+
     def _calibration(self) -> CalibrationData | None:
         method, kv = self.plan.method, self.kv_calibration
         if kv is None and (method is None or not method.needs_calibration):
             return None
         from qdeploy.runtime.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer.load(self.folder.path)
-        data = load_calibration(self.recipe.calibration, tokenizer)
+        section = self.recipe.calibration
+        trusted = self.options.trust_remote_code
+        tokenizer = Tokenizer.load(self.folder.path, trust_remote_code=trusted)
+
+        def own() -> tuple[list[list[int]], str]:
+            from qdeploy.calibration.self_model import own_sequences
+
+            instead = "give text with --calib"
+            limit = self.options.max_memory
+            require_memory("--calib self", 2 * self.folder.num_weights(), limit, instead)
+            return own_sequences(self.folder.path, section, tokenizer, self.progress)
+
+        data = load_calibration(section, tokenizer, own)
         for note in data.notes:
             self.progress.info(note)
-        if data.tokens < FEW_TOKENS:
-            self._warn(f"{data.tokens} calibration tokens: statistics are poor, give more text")
+        for warning in data.warnings(self.plan.in_features):
+            self._warn(warning)
         if kv is not None:
             kv.check(data.sequences)
         return data
@@ -167,76 +221,30 @@ class _Run:
         writer: ArtifactWriter,
         store: ResumeStore,
         data: CalibrationData | None,
+        memory: MemoryPlan,
     ) -> None:
         count = len(walk.layers)
-        hidden: list[Tensor] = []
+        hidden: Sequence[Tensor] = ()
+        keep: Keep = Spill(store.folder) if memory.spill else list
+        runner = LayerRunner(
+            walk=walk, plan=self.plan, kv=self.kv_calibration, keep=keep, warn=self._warn
+        )
         if data is not None:
-            hidden = walk.embed(data.sequences)
-            self.progress.info(self.plan.memory_note(walk, data.tokens))
+            hidden = walk.embed(data.sequences, memory.batch_tokens, keep)
             if 0 < store.finished < count:
-                hidden = store.load_inputs()
+                stored = store.load_inputs()
+                hidden = stored if memory.spill else list(stored)
         with self.progress.task(f"quantizing ({self.recipe.method})", count) as task:
             for index in range(count):
                 if index < store.finished:
                     outcome, kv = store.load(index, self.plan.scheme)
                 else:
-                    outcome, kv = self._layer(walk, index, hidden)
+                    outcome, kv = runner.run(index, hidden)
                     store.save(index, outcome, kv)
                     hidden = outcome.outputs
                 self.kv_statistics += [kv] if kv is not None else []
                 self._write(walk.layer_name(index), outcome, writer)
                 task.advance(1, walk.layer_name(index))
-
-    def _layer(
-        self, walk: DecoderWalk, index: int, hidden: list[Tensor]
-    ) -> tuple[LayerOutcome, KVLayerStats | None]:
-        """One layer quantized, and what calibration saw of its K and V before that."""
-        name, kv = walk.layer_name(index), None
-        with walk.layer(index) as layer:
-            batches = walk.batches(index, hidden) if hidden else []
-            if self.kv_calibration is not None:
-                kv = self.kv_calibration.observe(index, name, layer, walk.config, batches)
-            method = self.plan.method
-            if method is not None and method.needs_calibration:
-                return self._quantize_layer(walk, index, layer, batches), kv
-            outcome = self._quantize_layer(walk, index, layer, [])
-            if index + 1 < len(walk.layers):  # the next layer's statistics alone want inputs
-                outcome.outputs = run_layer(layer, batches, dtype=forward_dtype())
-            return outcome, kv
-
-    def _quantize_layer(
-        self, walk: DecoderWalk, index: int, layer: nn.Module, batches: list[LayerBatch]
-    ) -> LayerOutcome:
-        method = self.plan.method
-        if method is None:
-            return LayerOutcome(linears={})
-        name, targets = walk.layer_name(index), self.plan.targets[index]
-        store_dtypes = {
-            local: self.folder.dtype(f"{name}.{local}") for local, _ in layer.named_parameters()
-        }
-
-        def forward(
-            observers: dict[str, Observer] | None = None, stop_after: str | None = None
-        ) -> list[Tensor]:
-            return run_layer(layer, batches, observers, stop_after, dtype=forward_dtype())
-
-        search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
-        groups = find_input_groups(layer, name, search[0], targets) if batches else ()
-        context = LayerContext(
-            layer=layer,
-            name=name,
-            targets=targets,
-            input_groups=groups,
-            scheme=self.plan.scheme,
-            model_type=walk.model_type,
-            head_dim=walk.head_dim,
-            store_dtypes=store_dtypes,
-            forward=forward if batches else None,  # type: ignore[arg-type]
-            search_batches=search,
-            is_last=index == len(walk.layers) - 1,
-            warn=self._warn,
-        )
-        return method.quantize_layer(context)
 
     def _write(self, prefix: str, outcome: LayerOutcome, writer: ArtifactWriter) -> None:
         for name, q in outcome.linears.items():
@@ -282,6 +290,8 @@ class _Run:
                 samples_used=data.samples_used,
                 samples_requested=data.samples_requested,
                 tokens=data.tokens,
+                rows_kept=data.rows_kept,
+                rows_blank=data.rows_blank,
             )
         return Manifest(
             base_model=BaseModelRecord(name=self.model, sha256=self.folder.weights_sha256()),
@@ -296,7 +306,7 @@ class _Run:
             created_by=_versions(),
         )
 
-    def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
+    def _fingerprint(self, data: CalibrationData | None, memory: MemoryPlan) -> dict[str, str]:
         later = {"model", "quantize_embeddings", "gate", "format"}  # no layer knows
         later |= {"kv_cache"} if self.kv_calibration is None else set()
         kept = self.recipe.model_dump(mode="json", exclude=later)
@@ -306,6 +316,9 @@ class _Run:
             "calibration": data.sha256 if data is not None else "",
             "forward_dtype": str(forward_dtype()),
             "versions": json.dumps(_versions(), sort_keys=True),
+            "batch_tokens": str(memory.batch_tokens) if data is not None else "",
+            "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "threads": str(torch.get_num_threads()),
         }
 
     def _warn(self, message: str) -> None:
@@ -332,7 +345,7 @@ class _Run:
             embeddings=self.embeddings.key if self.embeddings is not None else None,
             layers=[record.model_dump(mode="json") for record in self.layers],
             seconds=time.monotonic() - self.start,
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_resident_bytes(),
             warnings=self.warnings,
         )
 
@@ -373,13 +386,3 @@ def _kv_bytes_per_token(config: dict[str, Any], kv: KVCacheConfig) -> float | No
 
 def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def _peak_rss_bytes() -> int:
-    """Peak resident memory of this process; Linux counts in KiB, macOS in bytes."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

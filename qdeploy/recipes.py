@@ -101,7 +101,11 @@ class KVSection(_Section):
 
 
 class CalibrationSection(_Section):
-    """Where calibration text comes from: `default` (shipped), a .jsonl or a .txt file."""
+    """Where calibration text comes from.
+
+    source: `default` (shipped), `self` (sampled from the model), a .jsonl or .txt file, or a hub
+    data set as NAME[:SPLIT][:COLUMN].
+    """
 
     source: str = "default"
     samples: int = Field(default=64, ge=1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from qdeploy.errors import CalibrationError
 from qdeploy.quantization.method import LayerBatch, Observer
+
+#: Takes outputs as they come, one a batch, and holds them in memory or elsewhere.
+Keep = Callable[[Iterable[Tensor]], Sequence[Tensor]]
 
 
 class StopLayer(Exception):
@@ -31,32 +34,37 @@ def forward_dtype() -> torch.dtype:
 @torch.no_grad()
 def run_layer(
     layer: nn.Module,
-    batches: Sequence[LayerBatch],
+    batches: Iterable[LayerBatch],
     observers: Mapping[str, Observer] | None = None,
     stop_after: str | None = None,
     dtype: torch.dtype = torch.float32,
-) -> list[Tensor]:
+    keep: Keep = list,
+) -> Sequence[Tensor]:
     """Outputs [batch, tokens, hidden] of every batch; observers get rows [tokens, in_features].
 
     With `stop_after`, a pass ends at the input of that module and there are no outputs. dtype: of
     products; the residual stream and so the outputs are float32.
     """
-    outputs: list[Tensor] = []
     with ExitStack() as stack:
         if dtype != torch.float32:
             stack.enter_context(torch.autocast("cpu", dtype))
         for name, observer in (observers or {}).items():
             handle = layer.get_submodule(name).register_forward_pre_hook(_observing(observer))
             stack.callback(handle.remove)
-        if stop_after is not None:
-            handle = layer.get_submodule(stop_after).register_forward_pre_hook(_stop)
-            stack.callback(handle.remove)
+        if stop_after is None:
+            return keep(_outputs(layer, batches))
+        handle = layer.get_submodule(stop_after).register_forward_pre_hook(_stop)
+        stack.callback(handle.remove)
         for batch in batches:
-            try:
-                outputs.append(_output(layer(batch.hidden, **batch.kwargs)))
-            except StopLayer:
-                continue
-    return outputs
+            with suppress(StopLayer):
+                layer(batch.hidden, **batch.kwargs)
+    return []
+
+
+def _outputs(layer: nn.Module, batches: Iterable[LayerBatch]) -> Iterator[Tensor]:
+    for batch in batches:
+        with suppress(StopLayer):  # of a module within
+            yield _output(layer(batch.hidden, **batch.kwargs))
 
 
 def find_input_groups(

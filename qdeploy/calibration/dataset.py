@@ -1,32 +1,35 @@
-"""Calibration text as token sequences: shipped, .jsonl or .txt; offline and deterministic."""
+"""Calibration text as token sequences: shipped, own files, a hub data set, or the model's own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 from qdeploy._resources import resource_dir
+from qdeploy.calibration.hub import dataset_rows, is_dataset_name
+from qdeploy.calibration.rows import RowPieces, json_rows, row_pieces
+from qdeploy.calibration.windows import (
+    CalibrationTokenizer,
+    draw,
+    encode_long,
+    text_prefix,
+    windows,
+)
 from qdeploy.errors import CalibrationError, UsageError
 from qdeploy.recipes import CalibrationSection
 
 #: Chat and code may each fill this share of the shipped mix; prose fills the rest.
 SIDE_SHARE = 4
-ENCODE_CHARS = 8192
+#: Tokens for each input feature below which second moments are noise (H needs one to have rank).
+TOKENS_PER_FEATURE = 8
+#: What GPTQ's paper and most tools take.
+USUAL_SEQUENCES = 128
 
-
-class CalibrationTokenizer(Protocol):
-    """What calibration needs of a tokenizer."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids."""
-
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Messages to ids by the model's template, which writes BOS itself; UsageError: none."""
+#: Writes the sequences of source `self`, and a line that says how; made by `self_model`.
+OwnSequences = Callable[[], tuple[list[list[int]], str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class CalibrationData:
     """Sequences of 1 … seqlen token ids, never padded; `notes` are lines for the user.
 
     sha256: over the token ids, so that it changes with the text, the tokenizer and the seed.
+    rows_kept, rows_blank: of a source of rows, None of other sources
     """
 
     sequences: list[list[int]]
@@ -42,180 +46,146 @@ class CalibrationData:
     samples_used: int
     samples_requested: int
     tokens: int
+    rows_kept: int | None = None
+    rows_blank: int | None = None
     notes: tuple[str, ...] = ()
+
+    def warnings(self, in_features: int) -> list[str]:
+        """Lines about text that doesn't suffice for layers of up to in_features inputs."""
+        found = []
+        if self.samples_used < self.samples_requested:
+            found.append(
+                f"{self.samples_used} of {self.samples_requested} requested calibration samples: "
+                f"{self.source} has no more text"
+            )
+        if self.tokens < TOKENS_PER_FEATURE * in_features:
+            found.append(
+                f"{self.tokens} calibration tokens are fewer than {TOKENS_PER_FEATURE} for each of "
+                f"{in_features} input features: statistics are poor, give more text"
+            )
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chosen:
+    sequences: list[list[int]]
+    name: str
+    rows: RowPieces | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def load_calibration(
-    section: CalibrationSection, tokenizer: CalibrationTokenizer
+    section: CalibrationSection,
+    tokenizer: CalibrationTokenizer,
+    own_sequences: OwnSequences | None = None,
 ) -> CalibrationData:
     """Read, tokenize, cut and draw `samples` sequences.
 
     Documents longer than seqlen are split, never dropped; blank rows are dropped and counted.
-    Raises CalibrationError when nothing usable is left, UsageError for a source that is no file.
+    own_sequences: for source `self`. Raises CalibrationError when nothing usable is left,
+    UsageError for a source that is neither file nor data set, SourceError for a data set that
+    can't be fetched.
     """
-    notes: list[str] = []
-    if section.source == "default":
-        chosen = _default_mix(section, tokenizer, notes)
-    else:
-        pieces = _read_pieces(Path(section.source), section.seqlen, tokenizer, notes)
-        chosen = _draw(pieces, section.samples, section.seed)
-    if not chosen:
+    chosen = _choose(section, tokenizer, own_sequences)
+    if not chosen.sequences:
         raise CalibrationError(
             f"calibration source {section.source} has no usable text "
             f"(0 of {section.samples} samples); give one with text, or --calib default"
         )
-    return _finish(section, chosen, notes)
+    return _finish(section, chosen)
 
 
-def _finish(
-    section: CalibrationSection, chosen: list[list[int]], notes: list[str]
-) -> CalibrationData:
-    tokens = sum(map(len, chosen))
-    used = f"calibrating on {len(chosen)} of {section.samples} requested samples, {tokens} tokens"
-    return CalibrationData(
-        sequences=chosen,
-        source=section.source if section.source == "default" else Path(section.source).name,
-        sha256=hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
-        samples_used=len(chosen),
-        samples_requested=section.samples,
-        tokens=tokens,
-        notes=(*notes, used),
-    )
-
-
-def _default_mix(
-    section: CalibrationSection, tokenizer: CalibrationTokenizer, notes: list[str]
-) -> list[list[int]]:
-    """Chat and code up to a quarter each, the rest prose."""
-    folder, seqlen = resource_dir("calib_data"), section.seqlen
-    rows = [json.loads(line) for line in _read(folder / "chat.jsonl").splitlines() if line.strip()]
-    chat_ids = [id for row in rows for id in _row_ids(row, tokenizer, notes)]
-    prefix = _prefix(tokenizer)
-    sides = [
-        _windows(chat_ids, seqlen, []),  # the template has its own BOS
-        _windows(_encode_long(tokenizer, _read(folder / "code.txt")), seqlen, prefix),
-    ]
-    limit = section.samples // SIDE_SHARE
-    chosen = [piece for side in sides for piece in _draw(side, limit, section.seed)]
-    prose = _windows(_encode_long(tokenizer, _read(folder / "prose.txt")), seqlen, prefix)
-    chosen += _draw(prose, section.samples - len(chosen), section.seed)
-    return _draw(chosen, section.samples, section.seed)
-
-
-def _read_pieces(
-    path: Path, seqlen: int, tokenizer: CalibrationTokenizer, notes: list[str]
-) -> list[list[int]]:
-    if path.suffix not in (".jsonl", ".txt"):
-        raise UsageError(
-            f"calibration source {str(path)!r} is unknown; give default, a .jsonl or a .txt file",
-            param="calib",
-        )
+def _choose(
+    section: CalibrationSection,
+    tokenizer: CalibrationTokenizer,
+    own_sequences: OwnSequences | None,
+) -> _Chosen:
+    source = section.source
+    path = Path(source)
+    if source == "default":
+        return _default_mix(section, tokenizer)
+    if source == "self":
+        if own_sequences is None:
+            raise UsageError("calibration source self needs the model", param="calib")
+        sequences, note = own_sequences()
+        return _Chosen(sequences=sequences, name=source, notes=[note])
     if path.suffix == ".txt":
         text = _read(path)
-        ids = _encode_long(tokenizer, text) if text.strip() else []
-        return _windows(ids, seqlen, _prefix(tokenizer))
-    kept = blank = split = 0
-    pieces: list[list[int]] = []
-    for row in _json_rows(path):
-        ids = _row_ids(row, tokenizer, notes)
-        kept, blank, split = kept + bool(ids), blank + (not ids), split + (len(ids) > seqlen)
-        pieces += _windows(ids, seqlen, [])
-    notes.append(
-        f"{path.name}: {kept} rows kept ({split} longer than {seqlen} tokens were split into "
-        f"{len(pieces) - kept + split} sequences), {blank} blank rows dropped"
-    )
-    return pieces
-
-
-def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        if not line.strip():
-            yield {"text": ""}
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise CalibrationError(
-                f"{path}, line {number}: not JSON; write one object a line"
-            ) from (None)
-        if not isinstance(row, dict) or not ("text" in row or "messages" in row):
-            raise CalibrationError(
-                f'{path}, line {number}: needs the key "text" or "messages"; add one'
-            )
-        if not _are_messages(row.get("messages")):
-            raise CalibrationError(
-                f'{path}, line {number}: "messages" must be a list of objects with "role" and '
-                '"content"; correct the row'
-            )
-        yield row
-
-
-def _are_messages(value: object) -> bool:
-    """Whether a row's `messages` can be given to a chat template; absent or null is fine."""
-    return value is None or (
-        isinstance(value, list) and all(isinstance(item, dict) for item in value)
+        ids = encode_long(tokenizer, text) if text.strip() else []
+        pieces = windows(ids, section.seqlen, text_prefix(tokenizer))
+        drawn = draw(pieces, section.samples, section.seqlen, section.seed)
+        return _Chosen(sequences=drawn, name=path.name)
+    if path.suffix == ".jsonl":
+        rows = json_rows(path, _read(path))
+        return _from_rows(
+            section, row_pieces(rows, tokenizer, section.seqlen), path.name, tokenizer
+        )
+    if is_dataset_name(source):
+        rows = dataset_rows(source, section.samples)
+        return _from_rows(section, row_pieces(rows, tokenizer, section.seqlen), source, tokenizer)
+    raise UsageError(
+        f"calibration source {source!r} is unknown; give default, self, a .jsonl or .txt file, "
+        "or a data set as NAME[:SPLIT][:COLUMN]",
+        param="calib",
     )
 
 
-def _row_ids(
-    row: Mapping[str, Any], tokenizer: CalibrationTokenizer, notes: list[str]
-) -> list[int]:
-    """Ids of one row; [] for a blank one. Without a chat template, messages become plain text."""
-    messages = row.get("messages")
-    if not messages:
-        text = str(row.get("text") or "")
-        return tokenizer.encode(text, True) if text.strip() else []
-    contents = [str(message.get("content") or "") for message in messages]
-    if not any(content.strip() for content in contents):
-        return []
+def _from_rows(
+    section: CalibrationSection, rows: RowPieces, name: str, tokenizer: CalibrationTokenizer
+) -> _Chosen:
+    notes = [*rows.notes, rows.note(name, section.seqlen)]
+    if not rows.chat and not rows.notes and _has_template(tokenizer):
+        notes.append(
+            f"{name} has no chat rows, but this model a chat template: its control tokens are "
+            'calibrated with rows of "messages", or with --calib self'
+        )
+    drawn = draw(rows.pieces, section.samples, section.seqlen, section.seed)
+    return _Chosen(sequences=drawn, name=name, rows=rows, notes=notes)
+
+
+def _has_template(tokenizer: CalibrationTokenizer) -> bool:
     try:
-        return tokenizer.chat(messages)
+        tokenizer.chat([{"role": "user", "content": "a"}], add_generation_prompt=True)
     except UsageError:
-        note = "this model has no chat template that takes the rows; chat rows are used as text"
-        if note not in notes:
-            notes.append(note)
-        return tokenizer.encode("\n\n".join(contents), True)
+        return False
+    return True
 
 
-def _encode_long(tokenizer: CalibrationTokenizer, text: str) -> list[int]:
-    """Ids of a long text, cut at blank lines: tokenizers are slow, and warn, on a whole book."""
-    ids: list[int] = []
-    part: list[str] = []
-    size = 0
-    for paragraph in text.split("\n\n"):
-        part.append(paragraph)
-        size += len(paragraph)
-        if size >= ENCODE_CHARS:
-            ids += tokenizer.encode("\n\n".join([*part, ""]), False)
-            part, size = [], 0
-    return ids + (tokenizer.encode("\n\n".join(part), False) if part else [])
+def _finish(section: CalibrationSection, chosen: _Chosen) -> CalibrationData:
+    used, tokens = len(chosen.sequences), sum(map(len, chosen.sequences))
+    coverage = f"calibrating on {used} of {section.samples} requested samples, {tokens} tokens"
+    if used < USUAL_SEQUENCES:
+        coverage += f" ({USUAL_SEQUENCES} samples are usual; more cost time and steady the result)"
+    return CalibrationData(
+        sequences=chosen.sequences,
+        source=chosen.name,
+        sha256=hashlib.sha256(json.dumps(chosen.sequences).encode()).hexdigest(),
+        samples_used=used,
+        samples_requested=section.samples,
+        tokens=tokens,
+        rows_kept=chosen.rows.kept if chosen.rows is not None else None,
+        rows_blank=chosen.rows.blank if chosen.rows is not None else None,
+        notes=(*chosen.notes, coverage),
+    )
 
 
-def _prefix(tokenizer: CalibrationTokenizer) -> list[int]:
-    """Ids that the tokenizer puts before a text (BOS), which every window of it then begins with.
-
-    Without BOS, models trained with one (Gemma) have statistics they never show in use.
-    """
-    plain, full = tokenizer.encode("a", False), tokenizer.encode("a", True)
-    for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            return full[:start]
-    return []
-
-
-def _windows(ids: list[int], seqlen: int, prefix: list[int]) -> list[list[int]]:
-    """Cut into windows of seqlen ids, the last one shorter; each begins with `prefix`."""
-    step = max(seqlen - len(prefix), 1)
-    return [prefix + ids[start : start + step] for start in range(0, len(ids), step)]
-
-
-def _draw(pieces: list[list[int]], count: int, seed: int) -> list[list[int]]:
-    """Up to `count` pieces in seeded random order, full windows before shorter remainders."""
-    order = list(pieces)
-    random.Random(seed).shuffle(order)
-    longest = max(map(len, order), default=0)
-    order.sort(key=lambda piece: len(piece) < longest // 2)
-    return order[:count]
+def _default_mix(section: CalibrationSection, tokenizer: CalibrationTokenizer) -> _Chosen:
+    """Chat and code up to a quarter each, the rest prose."""
+    folder, seqlen, seed = resource_dir("calib_data"), section.seqlen, section.seed
+    prefix = text_prefix(tokenizer)
+    chat_file = folder / "chat.jsonl"
+    chat = row_pieces(json_rows(chat_file, _read(chat_file)), tokenizer, seqlen)
+    sides = [
+        # A conversation after the other; each begins as the template lets it.
+        windows([id for piece in chat.pieces for id in piece], seqlen, []),
+        windows(encode_long(tokenizer, _read(folder / "code.txt")), seqlen, prefix),
+    ]
+    limit = section.samples // SIDE_SHARE
+    chosen = [piece for side in sides for piece in draw(side, limit, seqlen, seed)]
+    prose = windows(encode_long(tokenizer, _read(folder / "prose.txt")), seqlen, prefix)
+    chosen += draw(prose, section.samples - len(chosen), seqlen, seed)
+    drawn = draw(chosen, section.samples, seqlen, seed)
+    return _Chosen(sequences=drawn, name=section.source, notes=chat.notes)
 
 
 def _read(path: Path) -> str:

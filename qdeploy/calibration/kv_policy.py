@@ -50,12 +50,11 @@ class KVCalibration:
         observe_attention(layer, name, config, batches, observer)
         if self._tries and index not in self._section.layers:
             needed = tokens_needed(self._base)
-            long = [batch for batch in batches if batch.hidden.shape[1] >= needed]
             observe_attention(
                 layer,
                 name,
                 config,
-                pick_sequences(long, TRIAL_TOKENS),
+                pick_sequences(batches, TRIAL_TOKENS, shortest=needed),
                 lambda call: observer.try_policies(call, self._tries),
             )
         return observer.stats()

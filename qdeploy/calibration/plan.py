@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qdeploy.calibration.walk import BATCH_TOKENS, DecoderWalk
+from qdeploy.calibration.memory import Sizes
+from qdeploy.calibration.walk import DecoderWalk
 from qdeploy.errors import UsageError
 from qdeploy.formats.hf import TensorFolder
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, activations_note, default_format
@@ -47,16 +48,26 @@ class QuantPlan:
             return None
         return WEIGHT_FORMATS.get(self.format).quantization_config(self.scheme, self.dense)
 
-    def memory_note(self, walk: DecoderWalk, tokens: int) -> str:
-        """Predicted peak of float32 working memory: one layer, its activations, one Hessian."""
-        layer = sum(parameter.numel() for parameter in walk.layers[0].parameters())
-        widest = max((columns for _, columns in self.shapes.values()), default=0)
-        hidden = int(walk.config.hidden_size)
-        hessian = 4 * widest * widest if self.recipe.method == "gptq" else 0
-        total = 4 * (3 * layer + 2 * tokens * hidden + 4 * BATCH_TOKENS * widest + hessian)
-        return (
-            f"working memory: about {total / 1e6:.0f} MB (one decoder layer of "
-            f"{4 * layer / 1e6:.0f} MB, inputs and outputs of {tokens} tokens)"
+    @property
+    def in_features(self) -> int:
+        """The largest number of a target's inputs; 0 without targets."""
+        return max((columns for _, columns in self.shapes.values()), default=0)
+
+    def sizes(self, folder: TensorFolder, walk: DecoderWalk, lengths: Sequence[int]) -> Sizes:
+        """What decides the run's memory; lengths: tokens of every calibration sequence."""
+        table = "model.embed_tokens.weight"
+        vocab, hidden = folder.shape(table)
+        return Sizes(
+            method=self.recipe.method,
+            layer=max(sum(p.numel() for p in layer.parameters()) for layer in walk.layers),
+            linear=max((rows * columns for rows, columns in self.shapes.values()), default=0),
+            in_features=self.in_features,
+            features=max(map(max, self.shapes.values()), default=hidden),
+            hidden=hidden,
+            vocab=vocab,
+            table_bytes=vocab * hidden * folder.dtype(table).itemsize,
+            tokens=sum(lengths),
+            longest=max(lengths, default=0),
         )
 
 

@@ -1,8 +1,8 @@
 """Finished layers beside the output, so that a killed run goes on where it was.
 
 `OUT.qdeploy-resume/` holds `fingerprint.json`, `layer-00007.safetensors` for every finished layer
-and `inputs-00008.safetensors`, what the next layer is fed. Stored, not recomputed: the resumed run
-then gives bit-identical tensors. Files are written under another name and renamed.
+and the folder `inputs-00008`, what the next layer is fed. Stored, not recomputed: the resumed run
+then gives bit-identical tensors. Everything is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qdeploy.calibration.activations import StoredBatches, write_batches
 from qdeploy.errors import UsageError
 from qdeploy.kv.auto import KVLayerStats
 from qdeploy.progress import Progress
@@ -26,6 +28,8 @@ from qdeploy.quantization.method import LayerOutcome, LinearReport
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
 _FINGERPRINT = "fingerprint.json"
+#: Of the fingerprint: a resumed run takes it from the store instead of starting over.
+_ADOPTED = "threads"
 _PARTS = ("codes", "scales", "zero_points", "g_idx", "bias")
 
 
@@ -33,26 +37,50 @@ class ResumeStore:
     """Finished layers of one run; `finished` counts them.
 
     fingerprint: everything that decides the tensors (weights, recipe, calibration, versions); a
-    store with another one is of another run, and is started over.
+    store with another one is of another run, and is started over. Only `threads` may differ: torch
+    rounds sums by how it shares them out, so that a context `with store` has as many as the run
+    began with.
     """
 
     def __init__(
         self, out: Path, fingerprint: Mapping[str, str], progress: Progress, *, enabled: bool
     ) -> None:
         self.folder = out.parent / f"{out.name}.qdeploy-resume"
-        self._enabled = enabled
+        self._enabled, self._progress = enabled, progress
         self.finished = 0
+        self._threads_before = torch.get_num_threads()
+        self._threads = fingerprint.get(_ADOPTED)
         found = self._read_fingerprint()
-        if enabled and found == fingerprint:
-            self.finished = self._count()
-        elif found is not None:
-            keys = [key for key in fingerprint if found.get(key) != fingerprint[key]]
-            reason = f"changed {', '.join(keys)}" if keys else "--no-resume"
-            progress.info(f"starting over: {self.folder} is of another run ({reason})")
-        if self.finished:
+        if found is not None:
+            keys = {**fingerprint, **found}.keys() - {_ADOPTED}
+            changed = sorted(key for key in keys if found.get(key) != fingerprint.get(key))
+            if enabled and not changed:
+                self.finished = self._count()
+            else:
+                reason = f"changed {', '.join(changed)}" if changed else "--no-resume"
+                progress.info(f"starting over: {self.folder} is of another run ({reason})")
+        if found is not None and self.finished:
+            self._threads = found.get(_ADOPTED)
             progress.info(f"resuming: {self.finished} finished layers in {self.folder}")
         else:
             self._start(fingerprint)
+
+    def __enter__(self) -> ResumeStore:
+        """As many threads as the run began with: the same sums in the same order."""
+        wanted = int(self._threads or self._threads_before)
+        if wanted != self._threads_before:
+            self._progress.info(
+                f"{wanted} threads, as the run began, not {self._threads_before}: its bits depend "
+                "on them (--no-resume starts over)"
+            )
+            torch.set_num_threads(wanted)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """What can't be resumed is of no use once the run has ended."""
+        torch.set_num_threads(self._threads_before)
+        if not self._enabled:
+            self.remove()
 
     def load(self, index: int, scheme: QuantScheme) -> tuple[LayerOutcome, KVLayerStats | None]:
         """A finished layer, without its outputs, and its K/V statistics if there were any."""
@@ -68,18 +96,16 @@ class ResumeStore:
         kv = metadata["kv"]
         return outcome, KVLayerStats(**kv) if kv is not None else None
 
-    def load_inputs(self) -> list[Tensor]:
-        """Inputs of the first unfinished layer."""
-        tensors, _ = _read(self._inputs(self.finished))
-        return [tensors[str(number)] for number in range(len(tensors))]
+    def load_inputs(self) -> StoredBatches:
+        """Inputs of the first unfinished layer, read when asked for."""
+        return StoredBatches.open(self._inputs(self.finished))
 
     def save(self, index: int, outcome: LayerOutcome, kv: KVLayerStats | None) -> None:
         """Keep a layer and its outputs; the layer's file comes last and makes it finished."""
         if not self._enabled:
             return
-        outputs = {str(i): tensor.contiguous() for i, tensor in enumerate(outcome.outputs)}
-        if outputs:
-            _write(self._inputs(index + 1), outputs, {})
+        if len(outcome.outputs):
+            self._save_inputs(self._inputs(index + 1), outcome.outputs)
         tensors = {f"d/{name}": tensor for name, tensor in outcome.dense.items()}
         for name, q in outcome.linears.items():
             values = {part: getattr(q, part) for part in _PARTS}
@@ -88,15 +114,25 @@ class ResumeStore:
         metadata = {"reports": reports, "kv": asdict(kv) if kv is not None else None}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         _write(self.folder / f"layer-{index:05}.safetensors", contiguous, metadata)
-        self._inputs(index).unlink(missing_ok=True)
+        shutil.rmtree(self._inputs(index), ignore_errors=True)
         self.finished = index + 1
 
     def remove(self) -> None:
-        """The run is complete."""
+        """The run is complete, or can't go on later."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _save_inputs(self, target: Path, batches: Sequence[Tensor]) -> None:
+        shutil.rmtree(target, ignore_errors=True)  # of a run that was killed just here
+        if isinstance(batches, StoredBatches):
+            batches.keep(target)
+            return
+        temporary = target.with_name(f".{target.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_batches(temporary, batches)
+        temporary.rename(target)
+
     def _inputs(self, index: int) -> Path:
-        return self.folder / f"inputs-{index:05}.safetensors"
+        return self.folder / f"inputs-{index:05}"
 
     def _count(self) -> int:
         count = 0

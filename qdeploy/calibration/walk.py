@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from qdeploy.calibration.capture import Keep
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.hf import TensorFolder
 from qdeploy.quantization.method import LayerBatch
 
-#: Sequences of one length are run this many tokens at a time.
+#: Sequences of one length are run this many tokens at a time, unless memory is short.
 BATCH_TOKENS = 4096
 
 
@@ -33,17 +34,20 @@ class _Recorder(nn.Module):
 class DecoderWalk:
     """The decoder of a checkpoint, on the meta device; layers are loaded when their turn comes.
 
+    Of the checkpoint's files only that layer's part is in memory.
+
     Everything outside the layers that makes their inputs (embeddings, rotary tables, masks) is
-    the model's own code. All computation is float32 on the CPU.
+    the model's own code. All computation is float32 on the CPU. trust_remote_code: code in the
+    folder may run.
     """
 
-    def __init__(self, folder: TensorFolder) -> None:
+    def __init__(self, folder: TensorFolder, *, trust_remote_code: bool = False) -> None:
         self.folder = folder
-        self._model = _meta_model(folder)
+        self._model = _meta_model(folder, trust_remote_code)
         self._decoder: Any = self._model.model
         self.layers: nn.ModuleList = self._decoder.layers
         self.config: Any = self._decoder.config
-        self._kwargs: list[list[dict[str, Any]]] = []
+        self._kwargs: list[list[dict[str, Any]]] = []  # by batch and layer
 
     @property
     def model_type(self) -> str:
@@ -75,31 +79,44 @@ class DecoderWalk:
             yield layer
         finally:
             layer.to("meta")
+            self.folder.release()
 
     @torch.no_grad()
-    def embed(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def embed(
+        self,
+        sequences: Sequence[Sequence[int]],
+        batch_tokens: int = BATCH_TOKENS,
+        keep: Keep = list,
+    ) -> Sequence[Tensor]:
         """First layer's inputs, [batch, tokens, hidden], batches of equal length.
 
         Also records what each layer is given beside them, for `batches`.
         """
         embedding = self._decoder.embed_tokens
-        batches = _batch(self._load_rows(embedding, sequences))
+        batches = _batch(self._load_rows(embedding, sequences), batch_tokens)
         for module in self._decoder.children():
             if module is not self.layers and module is not embedding:
                 _materialize_buffers(self._model, module)
         recorders = [_Recorder() for _ in self.layers]
         layers, norm = self._decoder.layers, self._decoder.norm
         self._decoder.layers, self._decoder.norm = nn.ModuleList(recorders), nn.Identity()
-        hidden: list[Tensor] = []
-        try:
+        self._kwargs = []
+        known: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+        def inputs() -> Iterator[Tensor]:
             for batch in batches:
                 self._decoder(input_ids=torch.tensor(batch), use_cache=False)
-                hidden.append(cast(Tensor, recorders[0].hidden).detach())
-                self._kwargs.append([recorder.kwargs for recorder in recorders])
+                kwargs = [recorder.kwargs for recorder in recorders]
+                first = known.setdefault((len(batch), len(batch[0])), kwargs)
+                self._kwargs.append(first if _equal(first, kwargs) else kwargs)
+                yield cast(Tensor, recorders[0].hidden).detach()
+
+        try:
+            return keep(inputs())
         finally:
             self._decoder.layers, self._decoder.norm = layers, norm
             embedding.to("meta")
-        return hidden
+            self.folder.release()
 
     def _load_rows(
         self, embedding: nn.Embedding, sequences: Sequence[Sequence[int]]
@@ -118,21 +135,49 @@ class DecoderWalk:
         number = {id: row for row, id in enumerate(used)}
         return [[number[id] for id in sequence] for sequence in sequences]
 
-    def batches(self, index: int, hidden: Sequence[Tensor]) -> list[LayerBatch]:
+    def batches(self, index: int, hidden: Sequence[Tensor]) -> LayerBatches:
         """Inputs of a layer with the masks and rotary embeddings of its kind."""
-        return [
-            LayerBatch(hidden=tensor, kwargs=kwargs[index])
-            for tensor, kwargs in zip(hidden, self._kwargs, strict=True)
-        ]
+        return LayerBatches(hidden, [kwargs[index] for kwargs in self._kwargs])
 
 
-def pick_sequences(batches: Sequence[LayerBatch], tokens: int) -> list[LayerBatch]:
-    """Single sequences, evenly spread over the batches, of up to `tokens` tokens (at least one)."""
-    every = [(batch, row) for batch in batches for row in range(batch.hidden.shape[0])]
-    total = sum(batch.hidden.shape[0] * batch.hidden.shape[1] for batch in batches)
+class LayerBatches(Sequence[LayerBatch]):
+    """Batches of one layer; a tensor is read when its batch is asked for, and not kept here."""
+
+    def __init__(self, hidden: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> None:
+        if len(hidden) != len(kwargs):
+            raise ValueError(f"{len(hidden)} inputs for {len(kwargs)} batches")
+        self._hidden, self._kwargs = hidden, kwargs
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerBatch]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerBatch | list[LayerBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return LayerBatch(hidden=self._hidden[index], kwargs=self._kwargs[index])
+
+
+def pick_sequences(
+    batches: Sequence[LayerBatch], tokens: int, *, shortest: int = 0
+) -> list[LayerBatch]:
+    """Single sequences, evenly spread over the batches, of up to `tokens` tokens (at least one).
+
+    shortest: only sequences of so many tokens; there must be one. Copies, which don't keep their
+    batches in memory.
+    """
+    sizes = {number: batch.hidden.shape[:2] for number, batch in enumerate(batches)}
+    long = {number: size for number, size in sizes.items() if size[1] >= shortest}
+    every = [(number, row) for number, (rows, _) in long.items() for row in range(rows)]
+    total = sum(rows * length for rows, length in long.values())
     count = max(len(every) * min(tokens, total) // total, 1)
     picked = [every[i * len(every) // count] for i in range(count)]
-    return [_one_sequence(batch, row) for batch, row in picked]
+    return [_one_sequence(batches[number], row) for number, row in picked]
 
 
 def _one_sequence(batch: LayerBatch, row: int) -> LayerBatch:
@@ -146,22 +191,44 @@ def _one_sequence(batch: LayerBatch, row: int) -> LayerBatch:
         return value
 
     kwargs = {name: narrow(value) for name, value in batch.kwargs.items()}
-    return LayerBatch(hidden=batch.hidden[row : row + 1], kwargs=kwargs)
+    return LayerBatch(hidden=batch.hidden[row : row + 1].clone(), kwargs=kwargs)
 
 
-def _meta_model(folder: TensorFolder) -> Any:
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two nests of lists, dictionaries and tensors hold the same."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one is other or one == other)
+
+
+def _meta_model(folder: TensorFolder, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(
-            str(folder.path), local_files_only=True, trust_remote_code=False
+            str(folder.path), local_files_only=True, trust_remote_code=trust_remote_code
         )
         config = config.get_text_config() if not hasattr(config, "num_hidden_layers") else config
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+                config,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                trust_remote_code=trust_remote_code,
             )
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        if "auto_map" in folder.config and not trust_remote_code:
+            raise UsageError(
+                f"{folder.path} needs code of its own, which isn't run; read it, then give "
+                "--trust-remote-code",
+                param="trust_remote_code",
+            ) from error
         reason = str(error).strip().split("\n")[0]
         raise UsageError(
             f"{folder.path}: transformers can't build this model: {reason}; "
@@ -216,13 +283,13 @@ def _materialize_buffers(model: Any, root: nn.Module) -> None:
                 )
 
 
-def _batch(sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+def _batch(sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[list[list[int]]]:
     """Batches of sequences of one length, so that nothing is padded; order is deterministic."""
     by_length: dict[int, list[list[int]]] = {}
     for sequence in sequences:
         by_length.setdefault(len(sequence), []).append(list(sequence))
     batches = []
     for length, group in by_length.items():
-        step = max(BATCH_TOKENS // length, 1)
+        step = max(batch_tokens // length, 1)
         batches += [group[start : start + step] for start in range(0, len(group), step)]
     return batches

@@ -44,7 +44,10 @@ def quantize(
         str | None,
         typer.Option(help="bf16, int8, int4, k8v4, fp8; auto: per layer, from calibration."),
     ] = None,
-    calib: Annotated[str | None, typer.Option(help="default, FILE.jsonl or FILE.txt.")] = None,
+    calib: Annotated[
+        str | None,
+        typer.Option(help="default, self, FILE.jsonl, FILE.txt or a hub NAME[:SPLIT][:COLUMN]."),
+    ] = None,
     calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
     calib_seqlen: Annotated[int | None, typer.Option(min=8, help="Tokens per sample.")] = None,
     ignore: Annotated[
@@ -56,7 +59,13 @@ def quantize(
     gate: Annotated[str | None, typer.Option(help="E.g. kl<0.2,top1>0.7, or a file.")] = None,
     threads: Threads = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    max_memory: Annotated[
+        str | None, typer.Option(help="Peak memory of quantizing, e.g. 2GiB.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that MODEL brings.")
+    ] = False,
     as_json: Json = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -92,8 +101,14 @@ def quantize(
         _refuse_unused(resolved, flags)
         if resolved.model is None:
             raise UsageError("no model: give MODEL, or a --recipe that names one")
-        shard = parse_size(max_shard_size, "--max-shard-size")
-        _run(resolved, output, eval == "quick", resume, overwrite, shard, threads, as_json)
+        options = {
+            "overwrite": overwrite,
+            "resume": resume,
+            "max_shard_size": parse_size(max_shard_size, "--max-shard-size"),
+            "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
+            "trust_remote_code": trust_remote_code,
+        }
+        _run(resolved, output, options, eval == "quick", threads, as_json)
 
     run(body)
 
@@ -177,15 +192,14 @@ def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any]) -> None:
 def _run(
     recipe: Recipe,
     output: Path,
+    options: dict[str, Any],
     measure: bool,
-    resume: bool,
-    overwrite: bool,
-    max_shard_size: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
+    """options: quantize_checkpoint's."""
     from qdeploy.evaluation.gate import DEFAULT_GATE, parse_gate
-    from qdeploy.evaluation.session import quick_evaluation
+    from qdeploy.evaluation.session import check_memory, quick_evaluation
     from qdeploy.pipeline import quantize_checkpoint
 
     gate = parse_gate(recipe.gate or DEFAULT_GATE)  # a bad gate must fail before the work
@@ -195,15 +209,9 @@ def _run(
         import torch
 
         torch.set_num_threads(threads)
-    result = quantize_checkpoint(
-        recipe.model,
-        output,
-        recipe,
-        overwrite=overwrite,
-        resume=resume,
-        max_shard_size=max_shard_size,
-        progress=progress,
-    )
+    if measure:
+        check_memory(recipe.model, options["max_memory"], progress)
+    result = quantize_checkpoint(recipe.model, output, recipe, progress=progress, **options)
     evaluations = quick_evaluation(output, gate, threads, progress) if measure else []
     if as_json:
         print_json(_json(result, evaluations))

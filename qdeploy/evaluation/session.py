@@ -120,6 +120,20 @@ def quick_evaluation(
     return results
 
 
+def check_memory(model: str, max_memory: int | None, progress: Progress) -> None:
+    """CapacityError when the quick evaluation of `model`'s artifact would need more than that."""
+    if max_memory is None:
+        return
+    from qdeploy.calibration.memory import require_memory
+
+    folder = open_folder(resolve_model(model, progress))
+    # The reference in float32, the artifact in 16 bits at most, and one window's logits.
+    logits = 4 * QUICK_CTX_LEN * int(folder.config.get("vocab_size") or 0)
+    needed = (4 + 2) * folder.num_weights() + logits
+    instead = "give --eval none, and qdeploy eval where there is more"
+    require_memory("measuring the artifact", needed, max_memory, instead)
+
+
 def max_len(artifact: Path) -> int:
     """Positions that the model takes."""
     return spec_from_config(open_folder(artifact).config).max_model_len

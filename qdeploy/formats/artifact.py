@@ -1,4 +1,4 @@
-"""Writing artifacts: all or nothing, one shard in memory, every tensor exactly once."""
+"""Writing artifacts: all or nothing, no shard in memory, every tensor exactly once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,8 @@ class ArtifactWriter:
     """Context manager that writes into a temporary sibling of `out`; `finish` renames it.
 
     Leaving without `finish`, by an exception or Ctrl-C, leaves nothing behind. With `overwrite`
-    the old artifact is replaced at the very end. Raises UsageError when `out` can't be written.
+    the old artifact is replaced at the very end. code: whether the base model's Python files are
+    copied. Raises UsageError when `out` can't be written.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ArtifactWriter:
         *,
         overwrite: bool,
         max_shard_size: int = DEFAULT_MAX_SHARD_BYTES,
+        code: bool = False,
     ) -> None:
         if max_shard_size <= 0:
             raise UsageError(f"max_shard_size={max_shard_size} must be > 0", param="max_shard_size")
@@ -59,7 +62,7 @@ class ArtifactWriter:
         self._packed: set[str] = set()
         self._added: set[str] = set()
         # Looked up now: a link out of the folder must fail before the work, not after it.
-        self._companions = _companions(base.path)
+        self._companions = _companions(base.path, (*COPIED, "*.py") if code else COPIED)
 
     def __enter__(self) -> ArtifactWriter:
         _remove_stale(self.out)
@@ -76,6 +79,7 @@ class ArtifactWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._shards.abandon()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -189,12 +193,12 @@ def _metadata(
     return metadata
 
 
-def _companions(folder: Path) -> list[Path]:
-    """Files of `COPIED` in the folder; FormatError for a link that leaves it."""
+def _companions(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files in the folder that match; FormatError for a link that leaves it."""
     return [
         inside(folder, path.name)
         for path in sorted(folder.iterdir())
-        if path.is_file() and any(path.match(pattern) for pattern in COPIED)
+        if path.is_file() and any(path.match(pattern) for pattern in patterns)
     ]
 
 

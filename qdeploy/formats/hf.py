@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,17 @@ class TensorFolder:
             raise FormatError(f"{file}: {name} changed on disk while it was read; try again")
         return tensor
 
+    def release(self) -> None:
+        """Unmap the files, as soon as no tensor read from them is left; reading maps them anew."""
+        self._handles.clear()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the header; reads no data."""
         return self._entry(name).shape
+
+    def num_weights(self) -> int:
+        """Numbers in all stored tensors, from the headers."""
+        return sum(prod(entry.shape) for entry in self._entries.values())
 
     def dtype(self, name: str) -> torch.dtype:
         """Stored dtype from the header; reads no data."""

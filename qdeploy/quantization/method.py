@@ -27,8 +27,8 @@ class Forward(Protocol):
 
     def __call__(
         self, observers: Mapping[str, Observer] | None = None, stop_after: str | None = None
-    ) -> list[Tensor]:
-        """Outputs of all batches; empty when stopped after the module `stop_after`'s input."""
+    ) -> Sequence[Tensor]:
+        """Outputs of all batches, perhaps on disk; none when stopped after `stop_after`'s input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,13 @@ class LayerOutcome:
     """A quantized decoder layer; all names are relative to it.
 
     linears: quantized layers; dense: other parameters that changed (norms, biases), as stored
-    outputs: the next layer's inputs, one tensor a batch
+    outputs: the next layer's inputs, one tensor a batch, as `forward` gave them
     """
 
     linears: dict[str, QuantizedLinear]
     dense: dict[str, Tensor] = field(default_factory=dict)
     reports: list[LinearReport] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: Sequence[Tensor] = ()
 
 
 class QuantMethod(Protocol):

@@ -41,10 +41,12 @@ class Tokenizer:
         self._literal_lock = threading.Lock()
 
     @classmethod
-    def load(cls, folder: Path | str) -> Tokenizer:
-        """Read tokenizer files of a local folder; no code from it runs, nothing is fetched."""
+    def load(cls, folder: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+        """Read tokenizer files of a local folder; nothing is fetched, and no code from it runs
+        unless it is trusted and there is no tokenizer.json.
+        """
         folder = Path(folder)
-        files = read_tokenizer_files(folder)
+        files = read_tokenizer_files(folder, trust_remote_code=trust_remote_code)
         eos = files.core.token_to_id(files.special_tokens.get("eos_token", ""))
         return cls(files, read_eos_token_ids(folder) | _as_ids(eos))
 
@@ -57,6 +59,11 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         """The id of the beginning of a text, None when the model names none."""
         return self.token_to_id(self.special_tokens.get("bos_token", ""))
+
+    def ordinary_ids(self) -> list[int]:
+        """Ids of the vocabulary that were not added to it (control tokens are), sorted."""
+        added = self.core.get_added_tokens_decoder()
+        return sorted(set(self.core.get_vocab(with_added_tokens=False).values()) - set(added))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, as it is written there."""

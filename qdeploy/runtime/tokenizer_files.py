@@ -34,11 +34,14 @@ class TokenizerFiles:
     chat_templates: Templates | None
 
 
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Everything that a tokenizer needs; FormatError names what is missing or broken."""
+def read_tokenizer_files(folder: Path, *, trust_remote_code: bool = False) -> TokenizerFiles:
+    """Everything that a tokenizer needs; FormatError names what is missing or broken.
+
+    trust_remote_code: where there is no tokenizer.json, code in the folder may make the tokenizer.
+    """
     try:
         if not (folder / "tokenizer.json").is_file():
-            return _through_transformers(folder)
+            return _through_transformers(folder, trust_remote_code)
         return _read(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
@@ -150,11 +153,13 @@ def _template_of(config: Mapping[str, Any]) -> Templates | None:
     return template if isinstance(template, (str, dict)) else None
 
 
-def _through_transformers(folder: Path) -> TokenizerFiles:
-    """Builds the tokenizer from tokenizer.model or vocab.json; no code of the folder runs."""
+def _through_transformers(folder: Path, trust_remote_code: bool) -> TokenizerFiles:
+    """Builds the tokenizer from tokenizer.model or vocab.json."""
     from transformers import AutoTokenizer
 
-    hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    hf = AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+    )
     core = getattr(hf, "backend_tokenizer", None)
     if not isinstance(core, Core):
         raise ValueError(f"{type(hf).__name__} is not built on the tokenizers library")

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import qdeploy.pipeline as pipeline
+from qdeploy.calibration.layers import LayerRunner
 from qdeploy.errors import CalibrationError, QdeployError, UsageError
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.hf import open_folder
@@ -256,15 +257,15 @@ class Killed(BaseException):
 
 def kill_after(layers: int, source: Path, out: Path, method: str) -> None:
     """A run that dies before layer `layers` is done."""
-    original: Callable[..., Any] = pipeline._Run._layer
+    original: Callable[..., Any] = LayerRunner.run
 
-    def layer(self: Any, walk: Any, index: int, hidden: Any) -> Any:
+    def run(self: Any, index: int, hidden: Any) -> Any:
         if index == layers:
             raise Killed
-        return original(self, walk, index, hidden)
+        return original(self, index, hidden)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._Run, "_layer", layer)
+        patch.setattr(LayerRunner, "run", run)
         with pytest.raises(Killed):
             quantize(source, out, method=method)
 
