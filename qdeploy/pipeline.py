@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qdeploy import __version__
 from qdeploy.calibration.activations import Spill
-from qdeploy.calibration.capture import Keep, forward_dtype
+from qdeploy.calibration.capture import Keep
 from qdeploy.calibration.dataset import CalibrationData, load_calibration
 from qdeploy.calibration.kv_policy import KVCalibration, policy_notes
 from qdeploy.calibration.layers import LayerRunner
@@ -53,6 +53,7 @@ from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
 from qdeploy.quantization.embeddings import table_scheme
 from qdeploy.quantization.method import LayerOutcome, LinearReport
+from qdeploy.quantization.numerics import forward_dtype
 from qdeploy.recipes import Recipe
 
 
@@ -225,6 +226,7 @@ class _Run:
     ) -> None:
         count = len(walk.layers)
         hidden: Sequence[Tensor] = ()
+        references: Sequence[Tensor] = ()
         keep: Keep = Spill(store.folder) if memory.spill else list
         runner = LayerRunner(
             walk=walk, plan=self.plan, kv=self.kv_calibration, keep=keep, warn=self._warn
@@ -233,15 +235,15 @@ class _Run:
             hidden = walk.embed(data.sequences, memory.batch_tokens, keep)
             if 0 < store.finished < count:
                 stored = store.load_inputs()
-                hidden = stored if memory.spill else list(stored)
+                hidden, references = stored if memory.spill else map(list, stored)
         with self.progress.task(f"quantizing ({self.recipe.method})", count) as task:
             for index in range(count):
                 if index < store.finished:
                     outcome, kv = store.load(index, self.plan.scheme)
                 else:
-                    outcome, kv = runner.run(index, hidden)
+                    outcome, kv = runner.run(index, hidden, references)
                     store.save(index, outcome, kv)
-                    hidden = outcome.outputs
+                    hidden, references = outcome.outputs, outcome.references
                 self.kv_statistics += [kv] if kv is not None else []
                 self._write(walk.layer_name(index), outcome, writer)
                 task.advance(1, walk.layer_name(index))

@@ -17,6 +17,8 @@ from qdeploy.quantization.scheme import QuantScheme, fp8_scheme
 Fp8SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK"]
 #: Keys of a recipe that only integers have.
 INTEGER_KEYS = ("bits", "group_size", "symmetric")
+#: Keys of a recipe that only a method which trains has.
+TRAINING_KEYS = ("iters", "lr")
 #: `--scheme` of integers: bits and symmetry.
 INTEGER_SCHEMES: dict[str, tuple[int, bool]] = {
     "W4A16": (4, True),
@@ -117,7 +119,7 @@ class Recipe(_Section):
     """A complete quantization recipe; flags of `quantize` override its fields."""
 
     model: str | None = None
-    method: Literal["awq", "gptq", "awq+gptq", "rtn", "fp8", "none"] = "awq"
+    method: Literal["awq", "gptq", "awq+gptq", "signround", "rtn", "fp8", "none"] = "awq"
     #: With method fp8: FP8_DYNAMIC unless given. Integers have the three keys that follow.
     scheme: Fp8SchemeName | None = None
     bits: Literal[2, 3, 4, 8] = 4
@@ -125,6 +127,10 @@ class Recipe(_Section):
     symmetric: bool = False
     format: Literal["auto", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] = "auto"
     ignore: tuple[str, ...] = ()
+    #: With method signround: training steps a layer (200 unless given), and their first size, in
+    #: rounding steps (1 / iters unless given).
+    iters: int | None = Field(default=None, ge=1)
+    lr: float | None = Field(default=None, gt=0, le=1)
     quantize_embeddings: Literal[8, 4] | None = None
     kv_cache: KVSection = KVSection()
     calibration: CalibrationSection = CalibrationSection()
@@ -138,6 +144,9 @@ class Recipe(_Section):
             for key in INTEGER_KEYS:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect on method fp8; leave it out")
+        for key in TRAINING_KEYS:
+            if self.method != "signround" and getattr(self, key) is not None:
+                raise ValueError(f"{key} needs method signround, not {self.method}; leave it out")
         return self
 
     def fp8_scheme(self) -> QuantScheme:

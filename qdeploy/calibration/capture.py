@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qdeploy.errors import CalibrationError
-from qdeploy.quantization.method import LayerBatch, Observer
+from qdeploy.quantization.method import LayerBatch, Observer, layer_output
 
 #: Takes outputs as they come, one a batch, and holds them in memory or elsewhere.
 Keep = Callable[[Iterable[Tensor]], Sequence[Tensor]]
@@ -18,17 +18,6 @@ Keep = Callable[[Iterable[Tensor]], Sequence[Tensor]]
 
 class StopLayer(Exception):
     """Ends a forward pass early."""
-
-
-def forward_dtype() -> torch.dtype:
-    """What linears compute in over calibration tokens: bfloat16 on a CPU that multiplies it.
-
-    That is about twice as fast there, and its rounding (2^-9) is small beside that of weights.
-    Norms, residuals and statistics are float32 in any case.
-    """
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.bfloat16 if fast else torch.float32
 
 
 @torch.no_grad()
@@ -64,7 +53,7 @@ def run_layer(
 def _outputs(layer: nn.Module, batches: Iterable[LayerBatch]) -> Iterator[Tensor]:
     for batch in batches:
         with suppress(StopLayer):  # of a module within
-            yield _output(layer(batch.hidden, **batch.kwargs))
+            yield layer_output(layer(batch.hidden, **batch.kwargs))
 
 
 def find_input_groups(
@@ -111,8 +100,3 @@ def _remember(seen: dict[str, Tensor], name: str) -> Any:
 
 def _stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     raise StopLayer
-
-
-def _output(value: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Some layers return a tuple, some the tensor itself: `[0]` on that would index the batch."""
-    return value if isinstance(value, Tensor) else value[0]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
-from qdeploy.calibration.capture import Keep, find_input_groups, forward_dtype, run_layer
+from qdeploy.calibration.capture import Keep, find_input_groups, run_layer
 from qdeploy.calibration.kv_policy import KVCalibration
 from qdeploy.calibration.plan import QuantPlan
 from qdeploy.calibration.walk import DecoderWalk, pick_sequences
 from qdeploy.kv.auto import KVLayerStats
-from qdeploy.quantization.method import LayerBatch, LayerContext, LayerOutcome, Observer
+from qdeploy.quantization.method import LayerBatch, LayerContext, LayerOutcome
+from qdeploy.quantization.numerics import forward_dtype
 
 #: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
 SEARCH_TOKENS = 1024
@@ -32,10 +34,13 @@ class LayerRunner:
     keep: Keep
     warn: Callable[[str], None]
 
-    def run(self, index: int, hidden: Sequence[Tensor]) -> tuple[LayerOutcome, KVLayerStats | None]:
+    def run(
+        self, index: int, hidden: Sequence[Tensor], references: Sequence[Tensor] = ()
+    ) -> tuple[LayerOutcome, KVLayerStats | None]:
         """One layer quantized, and what calibration saw of its K and V before that.
 
         hidden: its inputs, one tensor a batch; none without calibration
+        references: those of the unquantized model, when the layer before had a use for them
         """
         walk, stats = self.walk, None
         with walk.layer(index) as layer:
@@ -45,14 +50,19 @@ class LayerRunner:
                 stats = self.kv.observe(index, name, layer, walk.config, batches)
             method = self.plan.method
             if method is not None and method.needs_calibration:
-                return self._quantize(index, layer, batches), stats
-            outcome = self._quantize(index, layer, ())
+                unquantized = walk.batches(index, references) if len(references) else batches
+                return self._quantize(index, layer, batches, unquantized), stats
+            outcome = self._quantize(index, layer, (), ())
             if index + 1 < len(walk.layers):  # the next layer's statistics alone want inputs
                 outcome.outputs = run_layer(layer, batches, dtype=forward_dtype(), keep=self.keep)
             return outcome, stats
 
     def _quantize(
-        self, index: int, layer: nn.Module, batches: Sequence[LayerBatch]
+        self,
+        index: int,
+        layer: nn.Module,
+        batches: Sequence[LayerBatch],
+        unquantized: Sequence[LayerBatch],
     ) -> LayerOutcome:
         method = self.plan.method
         if method is None:
@@ -60,11 +70,7 @@ class LayerRunner:
         walk, targets = self.walk, self.plan.targets[index]
         name = walk.layer_name(index)
 
-        def forward(
-            observers: Mapping[str, Observer] | None = None, stop_after: str | None = None
-        ) -> Sequence[Tensor]:
-            return run_layer(layer, batches, observers, stop_after, forward_dtype(), self.keep)
-
+        run = partial(run_layer, layer, dtype=forward_dtype())
         search = pick_sequences(batches, SEARCH_TOKENS) if batches else []
         context = LayerContext(
             layer=layer,
@@ -77,8 +83,11 @@ class LayerRunner:
             store_dtypes={
                 local: walk.folder.dtype(f"{name}.{local}") for local, _ in layer.named_parameters()
             },
-            forward=forward if batches else None,
+            forward=partial(run, batches, keep=self.keep) if batches else None,
             search_batches=search,
+            search_forward=partial(run, search) if batches else None,
+            batches=batches,
+            reference_forward=partial(run, unquantized, keep=self.keep) if batches else None,
             is_last=index == len(walk.layers) - 1,
             warn=self.warn,
         )

@@ -23,6 +23,10 @@ _OTHER_COPIES = 12
 #: Methods with second moments of whole inputs: sum, mean, permuted, damped and three factors.
 _WITH_HESSIAN = frozenset({"gptq"})
 _HESSIANS = 7
+#: Methods that train all linears of a layer at once, with copies of all of it: weights, offsets,
+#: squares, two states to go back to, gradients; and with the unquantized model's activations.
+_TRAINS = frozenset({"signround"})
+_TRAINED_COPIES = 7
 #: Fragments of freed memory, thread buffers, tokenizer: what no formula counts.
 SLACK = 1.1
 MIB = 1 << 20
@@ -136,13 +140,18 @@ def _batches(sizes: Sizes) -> Iterator[int]:
 
 def _layer_bytes(sizes: Sizes, batch_tokens: int, spill: bool) -> int:
     """While a layer is calibrated and quantized, float32."""
+    trains = sizes.method in _TRAINS
     weights = 2 * _COPIES.get(sizes.method, _OTHER_COPIES) * sizes.linear
-    moments = sizes.method in _WITH_HESSIAN or sizes.method not in _COPIES
+    if trains:
+        weights = _TRAINED_COPIES * sizes.layer
+    moments = sizes.method in _WITH_HESSIAN or sizes.method not in {*_COPIES, *_TRAINS}
     hessian = _HESSIANS * sizes.in_features**2 if moments else 0
     batch = max(min(batch_tokens, sizes.tokens), sizes.longest)
     forward = batch * max(3 * sizes.features + 4 * sizes.hidden, 9 * sizes.hidden)
-    # Quantizing begins when the forward pass is over.
-    return 4 * (sizes.layer + max(weights + hessian, forward)) + _held(sizes, batch, spill)
+    # Quantizing begins when the forward pass is over; training keeps what its gradients need.
+    graph = sizes.longest * (8 * sizes.features + 20 * sizes.hidden) if trains else 0
+    held = _held(sizes, batch, spill) * (2 if trains else 1)
+    return 4 * (sizes.layer + max(weights + hessian + graph, forward)) + held
 
 
 def _table_bytes(sizes: Sizes, batch_tokens: int, spill: bool) -> int:

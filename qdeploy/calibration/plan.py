@@ -16,6 +16,7 @@ from qdeploy.formats.weight_format import WEIGHT_FORMATS, activations_note, defa
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.methods import METHODS
 from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.quantization.signround import SignRound
 from qdeploy.recipes import Recipe
 
 #: Sizes that `auto` tries, largest first, and those that messages list.
@@ -80,7 +81,7 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
     if walk is None:
         scheme = recipe.integer_scheme(-1)
         return QuantPlan(recipe=recipe, method=None, scheme=scheme, format="none", shapes={})
-    method = METHODS.get(recipe.method)
+    method = _method(recipe)
     method.check(walk.model_type)
     _refuse_fused(walk)
     names = [[f"{walk.layer_name(i)}.{n}" for n in walk.linear_names(i)] for i in _layers(walk)]
@@ -107,6 +108,8 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
     chosen = recipe.format
     name = default_format(recipe.method, scheme) if chosen == "auto" else str(chosen)
     _check_format(name, scheme, shapes)
+    if isinstance(method, SignRound):
+        update |= {"iters": method.iters, "lr": method.lr}
     resolved = recipe.model_copy(update=update | {"format": name})
     return QuantPlan(
         recipe=resolved,
@@ -118,6 +121,14 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
         dense=(*sorted(ignored - set(NEVER_QUANTIZED)), "lm_head"),
         notes=tuple(notes),
     )
+
+
+def _method(recipe: Recipe) -> QuantMethod:
+    """The method, with the recipe's options when it has any."""
+    method = METHODS.get(recipe.method)
+    if isinstance(method, SignRound):
+        return method.configured(recipe.iters, recipe.lr, recipe.calibration.seed)
+    return method
 
 
 def _resolve_scheme(

@@ -1,8 +1,9 @@
 """Finished layers beside the output, so that a killed run goes on where it was.
 
 `OUT.qdeploy-resume/` holds `fingerprint.json`, `layer-00007.safetensors` for every finished layer
-and the folder `inputs-00008`, what the next layer is fed. Stored, not recomputed: the resumed run
-then gives bit-identical tensors. Everything is written under another name and renamed.
+and the folders `inputs-00008`, what the next layer is fed, and `references-00008`, what it is fed
+in the unquantized model. Stored, not recomputed: the resumed run then gives bit-identical tensors.
+Everything is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -96,16 +97,20 @@ class ResumeStore:
         kv = metadata["kv"]
         return outcome, KVLayerStats(**kv) if kv is not None else None
 
-    def load_inputs(self) -> StoredBatches:
-        """Inputs of the first unfinished layer, read when asked for."""
-        return StoredBatches.open(self._inputs(self.finished))
+    def load_inputs(self) -> tuple[StoredBatches, StoredBatches]:
+        """Inputs of the first unfinished layer, and the unquantized model's there; read when asked
+        for. The latter are none for methods that don't train.
+        """
+        index = self.finished
+        return StoredBatches.open(self._inputs(index)), StoredBatches.open(self._references(index))
 
     def save(self, index: int, outcome: LayerOutcome, kv: KVLayerStats | None) -> None:
         """Keep a layer and its outputs; the layer's file comes last and makes it finished."""
         if not self._enabled:
             return
         if len(outcome.outputs):
-            self._save_inputs(self._inputs(index + 1), outcome.outputs)
+            self._save_batches(self._references(index + 1), outcome.references)
+            self._save_batches(self._inputs(index + 1), outcome.outputs)
         tensors = {f"d/{name}": tensor for name, tensor in outcome.dense.items()}
         for name, q in outcome.linears.items():
             values = {part: getattr(q, part) for part in _PARTS}
@@ -115,13 +120,14 @@ class ResumeStore:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         _write(self.folder / f"layer-{index:05}.safetensors", contiguous, metadata)
         shutil.rmtree(self._inputs(index), ignore_errors=True)
+        shutil.rmtree(self._references(index), ignore_errors=True)
         self.finished = index + 1
 
     def remove(self) -> None:
         """The run is complete, or can't go on later."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _save_inputs(self, target: Path, batches: Sequence[Tensor]) -> None:
+    def _save_batches(self, target: Path, batches: Sequence[Tensor]) -> None:
         shutil.rmtree(target, ignore_errors=True)  # of a run that was killed just here
         if isinstance(batches, StoredBatches):
             batches.keep(target)
@@ -133,6 +139,9 @@ class ResumeStore:
 
     def _inputs(self, index: int) -> Path:
         return self.folder / f"inputs-{index:05}"
+
+    def _references(self, index: int) -> Path:
+        return self.folder / f"references-{index:05}"
 
     def _count(self) -> int:
         count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast, overload
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from qdeploy.calibration.capture import Keep
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.hf import TensorFolder
-from qdeploy.quantization.method import LayerBatch
+from qdeploy.quantization.method import LayerBatch, one_sequence
 
 #: Sequences of one length are run this many tokens at a time, unless memory is short.
 BATCH_TOKENS = 4096
@@ -177,21 +178,11 @@ def pick_sequences(
     total = sum(rows * length for rows, length in long.values())
     count = max(len(every) * min(tokens, total) // total, 1)
     picked = [every[i * len(every) // count] for i in range(count)]
-    return [_one_sequence(batches[number], row) for number, row in picked]
+    return [_copied(one_sequence(batches[number], row)) for number, row in picked]
 
 
-def _one_sequence(batch: LayerBatch, row: int) -> LayerBatch:
-    size = batch.hidden.shape[0]
-
-    def narrow(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(narrow(item) for item in value)
-        if isinstance(value, Tensor) and size > 1 and value.dim() and value.shape[0] == size:
-            return value[row : row + 1]
-        return value
-
-    kwargs = {name: narrow(value) for name, value in batch.kwargs.items()}
-    return LayerBatch(hidden=batch.hidden[row : row + 1].clone(), kwargs=kwargs)
+def _copied(batch: LayerBatch) -> LayerBatch:
+    return replace(batch, hidden=batch.hidden.clone())
 
 
 def _equal(one: Any, other: Any) -> bool:

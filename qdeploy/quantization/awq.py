@@ -23,12 +23,19 @@ def round_clipped(weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Round
 
     AWQ stops there. Here scales are then fitted once more, to these codes and all of H.
     """
+    rounded = round_in_clipped_ranges(weight, hessian, scheme)
+    codes, zeros = rounded.codes, rounded.zero_points
+    rounded.scales = refit_scales(weight, dampened(hessian), codes, rounded.scales, zeros)
+    return rounded
+
+
+def round_in_clipped_ranges(weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
+    """AWQ's own rounding, codes being nearest to the weights; a Rounder."""
     h = dampened(hessian)
     size = weight.shape[1] // scheme.groups(weight.shape[1])
     blocks = [h[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
     scales, zeros = clip_qparams(weight, scheme, torch.stack(blocks))
     codes = rtn_quantize(weight, scheme, qparams=(scales, zeros)).codes
-    scales = refit_scales(weight, h, codes, scales, zeros)
     return Rounded(codes=codes, scales=scales, zero_points=zeros)
 
 

@@ -22,6 +22,21 @@ class LayerBatch:
     kwargs: Mapping[str, Any]
 
 
+def one_sequence(batch: LayerBatch, row: int) -> LayerBatch:
+    """One sequence of a batch, as a batch; views of the same memory."""
+    size = batch.hidden.shape[0]
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(narrow(item) for item in value)
+        if isinstance(value, Tensor) and size > 1 and value.dim() and value.shape[0] == size:
+            return value[row : row + 1]
+        return value
+
+    kwargs = {name: narrow(value) for name, value in batch.kwargs.items()}
+    return LayerBatch(hidden=batch.hidden[row : row + 1], kwargs=kwargs)
+
+
 class Forward(Protocol):
     """Runs the layer on the calibration tokens; made by `calibration.walk`."""
 
@@ -41,6 +56,9 @@ class LayerContext:
     model_type: of the config, decides the smoothing groups
     head_dim: of attention heads; store_dtypes: dtype on disk of each of the layer's parameters
     search_batches: some of the sequences, for searches that run blocks many times
+    search_forward: as `forward`, on these; batches: what `forward` feeds
+    reference_forward: as `forward`, fed with what the unquantized model has there: for methods
+        that train
     is_last: whether outputs are of no use
     """
 
@@ -54,6 +72,9 @@ class LayerContext:
     store_dtypes: Mapping[str, Any]
     forward: Forward | None = None
     search_batches: Sequence[LayerBatch] = ()
+    search_forward: Forward | None = None
+    batches: Sequence[LayerBatch] = ()
+    reference_forward: Forward | None = None
     is_last: bool = False
     warn: Callable[[str], None] = print
 
@@ -81,12 +102,14 @@ class LayerOutcome:
 
     linears: quantized layers; dense: other parameters that changed (norms, biases), as stored
     outputs: the next layer's inputs, one tensor a batch, as `forward` gave them
+    references: the same as `reference_forward` gave them, from methods that train
     """
 
     linears: dict[str, QuantizedLinear]
     dense: dict[str, Tensor] = field(default_factory=dict)
     reports: list[LinearReport] = field(default_factory=list)
     outputs: Sequence[Tensor] = ()
+    references: Sequence[Tensor] = ()
 
 
 class QuantMethod(Protocol):
@@ -101,3 +124,8 @@ class QuantMethod(Protocol):
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """Quantize every target; deterministic."""
+
+
+def layer_output(value: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Some layers return a tuple, some the tensor itself: `[0]` on that would index the batch."""
+    return value if isinstance(value, Tensor) else value[0]

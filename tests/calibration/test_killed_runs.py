@@ -48,6 +48,8 @@ class Runner:
         args: list[object] = ["quantize", self.model, "-o", self.root / out, "--method", method]
         if METHODS.get(method).needs_calibration:
             args += ["--calib", self.text, "--calib-samples", 6, "--calib-seqlen", 48]
+        if method == "signround":
+            args += ["--iters", 4]
         if method != "fp8":
             args += ["--group-size", 32]
         args += ["--eval", "none", *extra]

@@ -34,7 +34,7 @@ def test_without_a_limit_everything_stays_in_memory() -> None:
     assert "in memory" in plan.note
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "rtn", "a method of tomorrow"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "signround", "rtn", "a method of tomorrow"])
 def test_q04_limits_are_met_in_order_of_cost(method: str) -> None:
     sizes = replace(LARGE, method=method)
     whole = plan_memory(sizes, base_bytes=BASE, limit=1 << 50)

@@ -259,10 +259,10 @@ def kill_after(layers: int, source: Path, out: Path, method: str) -> None:
     """A run that dies before layer `layers` is done."""
     original: Callable[..., Any] = LayerRunner.run
 
-    def run(self: Any, index: int, hidden: Any) -> Any:
+    def run(self: Any, index: int, *inputs: Any) -> Any:
         if index == layers:
             raise Killed
-        return original(self, index, hidden)
+        return original(self, index, *inputs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerRunner, "run", run)

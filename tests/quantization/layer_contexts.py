@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def layer_context(
         model(ids, use_cache=False)
     handle.remove()
     targets = tuple(n for n, m in layer.named_modules() if isinstance(m, nn.Linear))
+    search = pick_sequences(seen, tokens)
     return LayerContext(
         layer=layer,
         name=f"model.layers.{index}",
@@ -58,10 +60,11 @@ def layer_context(
         model_type=model.config.model_type,
         head_dim=model.config.head_dim,
         store_dtypes={name: store for name, _ in layer.named_parameters()},
-        forward=lambda observers=None, stop_after=None: run_layer(
-            layer, seen, observers, stop_after
-        ),
-        search_batches=pick_sequences(seen, tokens),
+        forward=partial(run_layer, layer, seen),
+        batches=seen,
+        reference_forward=partial(run_layer, layer, seen),
+        search_batches=search,
+        search_forward=partial(run_layer, layer, search),
         warn=warn,
     )
 
