@@ -108,8 +108,9 @@ class ResumeStore:
         """Keep a layer and its outputs; the layer's file comes last and makes it finished."""
         if not self._enabled:
             return
-        if len(outcome.outputs):
+        if len(outcome.references):
             self._save_batches(self._references(index + 1), outcome.references)
+        if len(outcome.outputs):
             self._save_batches(self._inputs(index + 1), outcome.outputs)
         tensors = {f"d/{name}": tensor for name, tensor in outcome.dense.items()}
         for name, q in outcome.linears.items():
