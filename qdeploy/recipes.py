@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -12,9 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from qdeploy._resources import resource_dir
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig, LayerPolicy
-from qdeploy.quantization.scheme import QuantScheme, fp8_scheme
+from qdeploy.quantization.scheme import QuantScheme, fp8_scheme, w8a8_scheme
 
-Fp8SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK"]
+#: Schemes that say everything: bits, groups and what happens to activations.
+SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK", "FP8", "W8A8"]
+#: Methods that W8A8 goes with: AWQ's scales are searched for exact activations.
+W8A8_METHODS = ("rtn", "gptq")
+#: SmoothQuant's alpha unless a recipe says otherwise.
+DEFAULT_ALPHA = 0.8
 #: Keys of a recipe that only integers have.
 INTEGER_KEYS = ("bits", "group_size", "symmetric")
 #: Keys of a recipe that only a method which trains has.
@@ -120,13 +125,15 @@ class Recipe(_Section):
 
     model: str | None = None
     method: Literal["awq", "gptq", "awq+gptq", "signround", "rtn", "fp8", "none"] = "awq"
-    #: With method fp8: FP8_DYNAMIC unless given. Integers have the three keys that follow.
-    scheme: Fp8SchemeName | None = None
+    #: With method fp8: FP8_DYNAMIC unless given. Other integers have the three keys that follow.
+    scheme: SchemeName | None = None
     bits: Literal[2, 3, 4, 8] = 4
     group_size: int | Literal["auto"] = "auto"
     symmetric: bool = False
     format: Literal["auto", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] = "auto"
     ignore: tuple[str, ...] = ()
+    #: With scheme W8A8: alpha, how much of the activations' range moves into the weights, or off.
+    smoothquant: Annotated[float, Field(ge=0, le=1)] | Literal["off"] | None = None
     #: With method signround: training steps a layer (200 unless given), and their first size, in
     #: rounding steps (1 / iters unless given).
     iters: int | None = Field(default=None, ge=1)
@@ -138,20 +145,41 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Recipe:
-        if self.scheme is not None and self.method != "fp8":
-            raise ValueError(f"scheme {self.scheme} needs method fp8, not {self.method}")
-        if self.method == "fp8":
+        methods = W8A8_METHODS if self.scheme == "W8A8" else ("fp8",)
+        if self.scheme is not None and self.method not in methods:
+            raise ValueError(
+                f"scheme {self.scheme} needs method {' or '.join(methods)}, not {self.method}"
+            )
+        if self.smoothquant is not None and self.scheme != "W8A8":
+            raise ValueError("smoothquant is for scheme W8A8; leave it out")
+        if self.named_scheme() is not None:
+            what = f"scheme {self.scheme}" if self.scheme else "method fp8"
             for key in INTEGER_KEYS:
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} has no effect on method fp8; leave it out")
+                    raise ValueError(f"{key} has no effect on {what}; leave it out")
         for key in TRAINING_KEYS:
             if self.method != "signround" and getattr(self, key) is not None:
                 raise ValueError(f"{key} needs method signround, not {self.method}; leave it out")
         return self
 
-    def fp8_scheme(self) -> QuantScheme:
-        """The weight scheme of method fp8."""
-        return fp8_scheme(self.scheme or "FP8_DYNAMIC")
+    def named_scheme(self) -> QuantScheme | None:
+        """The weight scheme that method fp8 or `scheme` gives; None: that of the other keys."""
+        if self.method == "fp8":
+            return fp8_scheme(self.scheme or "FP8_DYNAMIC")
+        return w8a8_scheme() if self.scheme == "W8A8" else None
+
+    @property
+    def alpha(self) -> float | None:
+        """SmoothQuant's alpha; None where layers aren't smoothed."""
+        if self.scheme != "W8A8" or self.smoothquant == "off":
+            return None
+        return DEFAULT_ALPHA if self.smoothquant is None else float(self.smoothquant)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether anything of it depends on the calibration text."""
+        plain = self.method in ("rtn", "fp8", "none") and self.scheme != "FP8"
+        return not plain or self.alpha is not None or self.kv_cache.needs_statistics
 
     def integer_scheme(self, group_size: int) -> QuantScheme:
         """The weight scheme of other methods, once `auto` has been resolved to a group size."""

@@ -14,7 +14,7 @@ from qdeploy.errors import UsageError
 from qdeploy.formats.hf import TensorFolder
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, activations_note, default_format
 from qdeploy.quantization.method import QuantMethod
-from qdeploy.quantization.methods import METHODS
+from qdeploy.quantization.methods import method_for
 from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.quantization.signround import SignRound
 from qdeploy.recipes import Recipe
@@ -125,7 +125,8 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
 
 def _method(recipe: Recipe) -> QuantMethod:
     """The method, with the recipe's options when it has any."""
-    method = METHODS.get(recipe.method)
+    scheme = recipe.named_scheme() or recipe.integer_scheme(-1)
+    method = method_for(recipe.method, scheme, recipe.alpha)
     if isinstance(method, SignRound):
         return method.configured(recipe.iters, recipe.lr, recipe.calibration.seed)
     return method
@@ -135,12 +136,19 @@ def _resolve_scheme(
     recipe: Recipe, shapes: dict[str, tuple[int, int]]
 ) -> tuple[QuantScheme, list[str], dict[str, Any]]:
     """The scheme, lines that say why, and the recipe's keys that were open."""
-    if recipe.method == "fp8":
-        scheme = recipe.fp8_scheme()
+    scheme = recipe.named_scheme()
+    if scheme is not None:
         note = activations_note(scheme)
-        return scheme, [note] if note else [], {"scheme": scheme.name}
+        return scheme, [note] if note else [], _said(recipe, scheme)
     group_size, notes = resolve_group_size(recipe.group_size, shapes)
     return recipe.integer_scheme(group_size), notes, {"group_size": group_size}
+
+
+def _said(recipe: Recipe, scheme: QuantScheme) -> dict[str, Any]:
+    """The keys of a named scheme as they were taken, with defaults filled in."""
+    alpha = recipe.alpha
+    smoothing = {} if scheme.number != "int" else {"smoothquant": "off" if alpha is None else alpha}
+    return {"scheme": scheme.name, **smoothing}
 
 
 def match_ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:

@@ -31,7 +31,7 @@ from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 _FINGERPRINT = "fingerprint.json"
 #: Of the fingerprint: a resumed run takes it from the store instead of starting over.
 _ADOPTED = "threads"
-_PARTS = ("codes", "scales", "zero_points", "g_idx", "bias")
+_PARTS = ("codes", "scales", "zero_points", "g_idx", "bias", "input_scale")
 
 
 class ResumeStore:

@@ -33,11 +33,14 @@ def quantize(
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="FP8_DYNAMIC, FP8_BLOCK; or W4A16, W4A16_ASYM, also W2, W3, W8."),
+        typer.Option(help="FP8_DYNAMIC, FP8_BLOCK, FP8; W8A8; W4A16, W4A16_ASYM, also W2, W3, W8."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.")] = None,
     group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--asymmetric")] = None,
+    smoothquant: Annotated[
+        str | None, typer.Option(help="Alpha of W8A8's smoothing, 0 to 1, or off; default 0.8.")
+    ] = None,
     format: Annotated[
         str | None, typer.Option(help="auto, awq, gptq, gptq_v2, compressed-tensors or fp8.")
     ] = None,
@@ -84,6 +87,7 @@ def quantize(
         "bits": bits,
         "group_size": _group_size(group_size),
         "symmetric": symmetric,
+        "smoothquant": _number(smoothquant),
         "format": format,
         "ignore": tuple(ignore) if ignore else None,
         "iters": iters,
@@ -130,6 +134,13 @@ def _group_size(text: str | None) -> int | str | None:
         return text  # the recipe's validation names it
 
 
+def _number(text: str | None) -> float | str | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text  # the recipe's validation names it
+
+
 def _scheme_flags(flags: dict[str, Any]) -> dict[str, Any]:
     """What `--scheme` means: bits and symmetry of integers, else a recipe's own key."""
     from qdeploy.recipes import INTEGER_SCHEMES
@@ -141,13 +152,23 @@ def _scheme_flags(flags: dict[str, Any]) -> dict[str, Any]:
         if flags[key] is not None:
             raise UsageError(f"--scheme {name} and --{key} say the same; leave one of them out")
     if flags["method"] == "fp8":
-        raise UsageError(f"--scheme {name} is of integers; method fp8 takes FP8_DYNAMIC, FP8_BLOCK")
+        raise UsageError(
+            f"--scheme {name} is of integers; method fp8 takes FP8_DYNAMIC, FP8_BLOCK or FP8"
+        )
     bits, symmetric = INTEGER_SCHEMES[name]
-    return {"scheme": None, "bits": bits, "symmetric": symmetric}
+    return {"scheme": "", "bits": bits, "symmetric": symmetric}  # "" also clears a recipe's
 
 
 #: Flags by recipe key; the second group only matters to methods that calibrate.
-_WEIGHT_FLAGS = ("scheme", "bits", "group_size", "symmetric", "format", "ignore")
+_WEIGHT_FLAGS = (
+    "scheme",
+    "bits",
+    "group_size",
+    "symmetric",
+    "smoothquant",
+    "format",
+    "ignore",
+)
 _CALIBRATION_FLAGS = {
     "source": "calib",
     "samples": "calib-samples",
@@ -159,10 +180,8 @@ _CALIBRATION_FLAGS = {
 def _refuse_unused(recipe: Recipe, flags: dict[str, Any]) -> None:
     """UsageError for a flag that would be ignored; a recipe's own keys may stay."""
     method, section = recipe.method, flags["calibration"]
-    if method not in ("rtn", "fp8", "none"):
-        return
     given = [key for key in _WEIGHT_FLAGS if method == "none" and flags[key] is not None]
-    if not recipe.kv_cache.needs_statistics:
+    if not recipe.calibrates:
         given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
     if given:
         does = "quantizes weights" if method == "none" else "calibrates"
@@ -180,23 +199,31 @@ def _override(recipe: Recipe, flags: dict[str, Any]) -> Recipe:
             data[key] |= {name: item for name, item in value.items() if item is not None}
         elif value is not None:
             data[key] = value
-    if flags["method"] is not None and flags["method"] != recipe.method:
-        _forget_other_kind(data, flags)
+    data["scheme"] = data["scheme"] or None
+    _forget_other_kind(data, flags, recipe)
     from qdeploy.recipes import parse_recipe
 
     return parse_recipe(data, "from the command line")
 
 
-def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Keys that a recipe of integers has say nothing to floats, and the other way round; those of
-    training say nothing to methods that don't.
-    """
-    from qdeploy.recipes import INTEGER_KEYS, TRAINING_KEYS, Recipe
+def _kind(method: str, scheme: str | None) -> tuple[bool, bool]:
+    """Float8, scheme W8A8, or neither: which keys a recipe has."""
+    return method == "fp8", scheme == "W8A8"
 
-    keys = (*INTEGER_KEYS, "format") if data["method"] == "fp8" else ("scheme",)
-    for key in (*keys, *(TRAINING_KEYS if data["method"] != "signround" else ())):
+
+def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any], recipe: Recipe) -> None:
+    """A recipe's keys of a scheme by bits and groups say nothing to a named one, and the other way
+    round; those of training say nothing to methods that don't.
+    """
+    from qdeploy.recipes import INTEGER_KEYS, TRAINING_KEYS
+
+    keys: tuple[str, ...] = () if data["method"] == "signround" else TRAINING_KEYS
+    if _kind(data["method"], data["scheme"]) != _kind(recipe.method, recipe.scheme):
+        named = data["method"] == "fp8" or flags["scheme"]
+        keys += (*INTEGER_KEYS, "format") if named else ("scheme", "smoothquant")
+    for key in keys:
         if flags[key] is None:
-            data[key] = Recipe.model_fields[key].default
+            data[key] = type(recipe).model_fields[key].default
 
 
 def _run(

@@ -63,7 +63,8 @@ class _FloatQuantized:
     def pack(self, q: QuantizedLinear) -> dict[str, Tensor]:
         weight, grid = pack_layer(q)
         single = q.scheme.block_rows == -1
-        return {"weight": weight, "weight_scale": grid.reshape(1) if single else grid}
+        tensors = {"weight": weight, "weight_scale": grid.reshape(1) if single else grid}
+        return tensors if q.input_scale is None else tensors | {"input_scale": q.input_scale}
 
     def layout(self, shapes: Mapping[str, Shape], scheme: QuantScheme) -> tuple[int, int]:
         size = expect_matrix("weight", shapes["weight"])
@@ -238,7 +239,7 @@ class CompressedTensorsFormat:
         middle = 0 if scheme.number == "e4m3" else scheme.mid_code
         if scheme.symmetric and bool((q.zero_points != middle).any()):
             raise FormatError("the config says symmetric, but weight_zero_point isn't all zero")
-        q.bias = tensors.get("bias")
+        q.bias, q.input_scale = tensors.get("bias"), tensors.get("input_scale")
         return q
 
     def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:

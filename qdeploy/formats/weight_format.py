@@ -95,6 +95,8 @@ def default_format(method: str, scheme: QuantScheme) -> str:
     """
     if scheme.number == "e4m3":
         name = default_fp8_format(scheme)
+    elif scheme.activations is not None:
+        name = "compressed-tensors"
     elif method == "gptq" or scheme.act_order:
         name = "gptq" if scheme.symmetric else "gptq_v2"
     elif method in ("awq", "awq+gptq") and scheme.bits == 4 and not scheme.symmetric:
@@ -113,10 +115,10 @@ def default_fp8_format(scheme: QuantScheme) -> str:
 
 
 def refuse_floats(scheme: QuantScheme, format_name: str) -> None:
-    """Raise UsageError for float8 in a format of integers."""
-    if scheme.number != "int":
+    """Raise UsageError for float8, and for inputs that are rounded, in a format of integers."""
+    if scheme.number != "int" or scheme.activations is not None:
         raise UsageError(
-            f"format {format_name} holds integers, not {scheme.name}; "
+            f"format {format_name} holds integer weights alone, not {scheme.name}; "
             f"use --format {default_fp8_format(scheme)}",
             param="format",
         )

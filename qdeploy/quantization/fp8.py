@@ -1,4 +1,7 @@
-"""FP8 weights: E4M3 values, a scale for each row or each block of 128 x 128; no calibration.
+"""FP8 weights: E4M3 values, a scale for each row, each block of 128 x 128, or the whole tensor.
+
+Only static activations need calibration: engines that round a layer's inputs by a stored scale
+want max |x| / 448 of all tokens. Here no inputs are rounded (docs/formats.md).
 
 A scale is absmax / 448, or up to twice that: where the large weights fall between powers of two
 decides how finely they are rounded, so the factor of the least squared error is taken. Scales are
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qdeploy.quantization.hessian import AbsoluteMax
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import e4m3_codes, e4m3_values, storable_scales
 from qdeploy.quantization.rtn import each_on_its_own, stored_bias
@@ -29,10 +33,12 @@ def fp8_quantize(
     *,
     scale_dtype: torch.dtype = torch.float32,
     bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
 ) -> QuantizedLinear:
     """Nearest E4M3 values of weight [out, in], any float dtype; inputs are untouched.
 
-    scale_dtype: of the scales on disk. A last block may be smaller than the others.
+    scale_dtype: of the scales on disk, input_scale [1] among them. A last block may be smaller
+    than the others.
     """
     out_features, in_features = weight.shape
     rows, columns = scheme.block(out_features, in_features)
@@ -48,6 +54,7 @@ def fp8_quantize(
         scheme=scheme,
         g_idx=short_last_group(in_features, columns),
         bias=bias,
+        input_scale=None if input_scale is None else storable_scales(input_scale, scale_dtype),
     )
 
 
@@ -75,7 +82,7 @@ def short_last_group(in_features: int, group: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Fp8:
-    """Every target rounded on its own."""
+    """Every target rounded on its own. needs_calibration: for static activations."""
 
     needs_calibration: bool = False
 
@@ -84,12 +91,33 @@ class Fp8:
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """See each_on_its_own."""
+        inputs, outputs = _input_scales(context) if self.needs_calibration else ({}, [])
 
         def rounded(name: str, weight: Tensor) -> QuantizedLinear:
-            dtype, bias = _scale_dtype(context, name), stored_bias(context, name)
-            return fp8_quantize(weight, context.scheme, scale_dtype=dtype, bias=bias)
+            return fp8_quantize(
+                weight,
+                context.scheme,
+                scale_dtype=_scale_dtype(context, name),
+                bias=stored_bias(context, name),
+                input_scale=inputs.get(name),
+            )
 
-        return each_on_its_own(context, rounded)
+        outcome = each_on_its_own(context, rounded)
+        outcome.outputs = outputs
+        return outcome
+
+
+def _input_scales(context: LayerContext) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Scales [1] of the targets' inputs, 1 where all are zero; and the layer's outputs."""
+    assert context.forward is not None
+    seen = {names[0]: AbsoluteMax() for names in context.input_groups}
+    outputs = context.forward(seen)
+    scales: dict[str, Tensor] = {}
+    for names in context.input_groups:
+        largest = seen[names[0]].max.amax().reshape(1)
+        scale = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
+        scales |= dict.fromkeys(names, scale)
+    return scales, outputs
 
 
 def _scale_dtype(context: LayerContext, name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Second moments of a linear layer's inputs, summed in float32 over real tokens only."""
+"""Statistics of a linear layer's inputs, in float32, over real tokens only."""
 
 from __future__ import annotations
 
@@ -72,3 +72,21 @@ class AbsoluteMean:
         if self._sum is None or not self.rows:
             raise ValueError("no rows were observed")
         return self._sum / self.rows
+
+
+class AbsoluteMax:
+    """max |x| of each input feature, [in], over all rows that it is called with."""
+
+    def __init__(self) -> None:
+        self._max: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> None:
+        found = rows.reshape(-1, rows.shape[-1]).float().abs().amax(0)
+        self._max = found if self._max is None else torch.maximum(self._max, found)
+
+    @property
+    def max(self) -> Tensor:
+        """[in], float32; raises ValueError before the first row."""
+        if self._max is None:
+            raise ValueError("no rows were observed")
+        return self._max

@@ -7,7 +7,9 @@ from qdeploy.quantization.fp8 import Fp8
 from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.rtn import Rtn
+from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.quantization.signround import SignRound
+from qdeploy.quantization.smoothquant import Smoothed
 from qdeploy.registry import Registry
 
 METHODS: Registry[QuantMethod] = Registry("method")
@@ -17,3 +19,13 @@ METHODS.add("gptq", Gptq())
 METHODS.add("signround", SignRound())
 METHODS.add("rtn", Rtn())
 METHODS.add("fp8", Fp8())
+
+
+def method_for(name: str, scheme: QuantScheme, alpha: float | None) -> QuantMethod:
+    """The method `name` for a scheme: static activations are calibrated; with `alpha`, layers are
+    smoothed first (SmoothQuant).
+    """
+    method = METHODS.get(name)
+    if scheme.number == "e4m3" and scheme.activations == "static":
+        method = Fp8(needs_calibration=True)
+    return method if alpha is None else Smoothed(method, alpha)

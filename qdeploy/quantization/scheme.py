@@ -99,16 +99,24 @@ class QuantScheme:
 
 
 def fp8_scheme(name: str) -> QuantScheme:
-    """The scheme that `--scheme FP8_DYNAMIC` (a scale a row) or `FP8_BLOCK` (128 x 128) means."""
-    rows, group = (FP8_BLOCK, FP8_BLOCK) if name == "FP8_BLOCK" else (1, -1)
+    """What `--scheme` means by FP8_DYNAMIC (a scale a row), FP8_BLOCK (128 x 128) or FP8 (a scale
+    a tensor, and one for its inputs).
+    """
+    blocks = {"FP8_DYNAMIC": (1, -1), "FP8_BLOCK": (FP8_BLOCK, FP8_BLOCK), "FP8": (-1, -1)}
+    rows, group = blocks[name]
     return QuantScheme(
         bits=8,
         group_size=group,
         symmetric=True,
         number="e4m3",
         block_rows=rows,
-        activations="dynamic",
+        activations="static" if name == "FP8" else "dynamic",
     )
+
+
+def w8a8_scheme() -> QuantScheme:
+    """8-bit integers by row, for inputs that are rounded to 8 bits per token."""
+    return QuantScheme(bits=8, group_size=-1, symmetric=True, activations="dynamic")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,6 +129,7 @@ class QuantizedLinear:
     zero_points: [out_features, groups], uint8 (2^(bits−1) everywhere when symmetric, 0 for float8)
     g_idx: [in_features], int32, group of each input feature; None means index // group_size
     bias: [out_features] or None
+    input_scale: [1], by which engines with static activations round the inputs; None without
     """
 
     codes: Tensor
@@ -129,6 +138,7 @@ class QuantizedLinear:
     scheme: QuantScheme
     g_idx: Tensor | None = None
     bias: Tensor | None = field(default=None)
+    input_scale: Tensor | None = field(default=None)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -28,8 +28,9 @@ def test_recipe_is_valid(name: str) -> None:
     assert recipe.gate
     assert parse_gate(recipe.gate).clauses
     recipe.kv_cache.config()
-    if recipe.method == "fp8":
-        assert recipe.fp8_scheme().name == recipe.scheme
+    named = recipe.named_scheme()
+    if named is not None:
+        assert named.name == recipe.scheme
         return
     assert isinstance(recipe.group_size, int)
     recipe.integer_scheme(recipe.group_size)
@@ -42,6 +43,7 @@ def test_the_promised_recipes_exist() -> None:
         "smollm2-135m-gptq",
         "smollm2-135m-rtn",
         "smollm2-135m-fp8",
+        "smollm2-135m-w8a8",
         "gemma3-270m-awq",
         "gemma3-270m-fp8-block",
     } <= set(recipe_names())
@@ -51,8 +53,8 @@ def test_q20_smollm2_groups_divide_its_layers() -> None:
     """128 doesn't divide 576: SmolLM2 recipes must say 64, a divisor, or whole rows."""
     for name in recipe_names():
         recipe = load_recipe(name)
-        if recipe.method == "fp8":
-            assert name.startswith("gemma3") or recipe.scheme == "FP8_DYNAMIC"
+        if recipe.named_scheme() is not None:  # whole rows, or blocks of 128 where they divide
+            assert name.startswith("gemma3") or recipe.scheme in ("FP8_DYNAMIC", "W8A8")
         elif name.startswith("smollm2-135m"):
             scheme = recipe.integer_scheme(64)
             assert [scheme.groups(n) for n in (576, 1536)] == [9, 24]

@@ -133,14 +133,14 @@ def test_names() -> None:
 
 
 def test_recipes_say_it_once() -> None:
-    assert parse_recipe({"method": "fp8"}, "r").fp8_scheme() == fp8_scheme("FP8_DYNAMIC")
+    assert parse_recipe({"method": "fp8"}, "r").named_scheme() == fp8_scheme("FP8_DYNAMIC")
     for name, scheme in (("smollm2-135m-fp8", SCHEMES[0]), ("gemma3-270m-fp8-block", SCHEMES[1])):
-        assert load_recipe(name).fp8_scheme().name == scheme
+        assert load_recipe(name).named_scheme().name == scheme
     for data, named in (
         ({"method": "awq", "scheme": "FP8_BLOCK"}, "needs method fp8, not awq"),
         ({"method": "fp8", "bits": 8}, "bits has no effect on method fp8"),
         ({"method": "fp8", "group_size": 64}, "group_size has no effect"),
-        ({"method": "fp8", "scheme": "FP8"}, "scheme"),
+        ({"method": "fp8", "scheme": "FP8_ROW"}, "scheme"),
     ):
         with pytest.raises(UsageError, match=named) as info:
             parse_recipe(data, "r")

@@ -139,7 +139,7 @@ def test_a_wrong_fold_is_noticed() -> None:
     wrong = tuple(dataclasses.replace(g, offset=False) for g in smoothing.GROUPS["gemma3_text"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(awq_scales, "smoothing_groups", lambda model_type: wrong)
-        with pytest.raises(CalibrationError, match=r"model\.layers\.0: folding AWQ scales changed"):
+        with pytest.raises(CalibrationError, match=r"model\.layers\.0: folding scales changed"):
             Awq().quantize_layer(context)
 
 
