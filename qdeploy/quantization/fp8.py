@@ -11,6 +11,7 @@ that a reader sees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ class Fp8:
         return outcome
 
 
-def _input_scales(context: LayerContext) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _input_scales(context: LayerContext) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
     """Scales [1] of the targets' inputs, 1 where all are zero; and the layer's outputs."""
     assert context.forward is not None
     seen = {names[0]: AbsoluteMax() for names in context.input_groups}

@@ -95,6 +95,31 @@ def test_quantized_embeddings_are_measured_shown_and_kept_out_of_the_files(
         assert open_folder(out).tensor(name).equal(open_folder(base).tensor(name))
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "auto"])
+def test_a16_kv_is_calibrated_and_measured_beside_bf16(
+    dtype: str, base: Path, calib: Path, tmp_path: Path
+) -> None:
+    """Also with a method that calibrates nothing itself."""
+    out, options = tmp_path / "artifact", ("--calib", calib, "--calib-samples", 4)
+    result = qdeploy(
+        *("quantize", base, "-o", out, "--method", "none", "--kv-cache-dtype", dtype),
+        *("--gate", "kl<100", "--calib-seqlen", 400, "--json", *options),
+    )
+    report = result_json(result)
+    measured = {item["kv_cache_dtype"]: item["metrics"] for item in report["accuracy"]}
+    chosen = report["kv_cache"].split("/")[0]
+    assert set(measured) == {chosen, "bf16"}
+    assert chosen == dtype or dtype == "auto"
+    assert all(item["perplexity"] > 1 for item in measured.values())
+    assert measured[chosen]["kl_mean"] > measured["bf16"]["kl_mean"]
+    found = json.loads((out / "qdeploy.json").read_text())["kv_cache"]["statistics"]
+    assert len({record[name] for record in found for name in ("k_scale", "v_scale")}) == 6
+    assert all(bool(record["errors"]) == (dtype == "auto") for record in found)
+    shown = qdeploy("inspect", out).output
+    assert ("changes attention by" in shown) == (dtype == "auto")
+    assert result_json(qdeploy("eval", out, "--ctx-len", 64, "--gate", "kl<100", "--json"))
+
+
 def test_q20_failed_gate_is_exit_1_and_recorded(base: Path, calib: Path, tmp_path: Path) -> None:
     out = tmp_path / "artifact"
     result = qdeploy(

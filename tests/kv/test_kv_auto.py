@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import qdeploy.pipeline as pipeline
 from qdeploy.calibration.attention import observe_attention
+from qdeploy.calibration.layers import LayerRunner
 from qdeploy.errors import CalibrationError, UsageError
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.hf import open_folder
@@ -178,14 +179,14 @@ def test_the_policy_changes_no_weight_and_a_killed_run_has_the_same(
     assert not plain.kv_cache.statistics
     assert len(whole.kv_cache.statistics) == 3
 
-    original = pipeline._Run._layer
+    original = LayerRunner.run
 
-    def killed(self: Any, walk: Any, index: int, hidden: list[Tensor]) -> Any:
+    def killed(self: LayerRunner, index: int, hidden: Sequence[Tensor]) -> Any:
         if index == 1:
             raise KeyboardInterrupt
-        return original(self, walk, index, hidden)
+        return original(self, index, hidden)
 
-    monkeypatch.setattr(pipeline._Run, "_layer", killed)
+    monkeypatch.setattr(LayerRunner, "run", killed)
     with pytest.raises(KeyboardInterrupt):
         quantize(source, tmp_path / "resumed", **recipe)
     monkeypatch.undo()

@@ -78,6 +78,21 @@ def test_a_smoothed_method_returns_the_next_layers_inputs(method: str) -> None:
         assert (found - expected).norm() < 0.1 * expected.norm()
 
 
+def test_q16_gemmas_huge_activations_are_smoothed_and_rounded() -> None:
+    """One feature of the MLP's input is 10,000 times the others."""
+    model = tiny("gemma3_text")
+    model.model.layers[0].pre_feedforward_layernorm.weight.data[5] = 1e4
+    context = layer_context(model, scheme=w8a8_scheme())
+    assert context.forward is not None
+    exact = torch.cat([output.flatten() for output in context.forward()])
+    outcome = method_for("gptq", context.scheme, 0.8).quantize_layer(context)
+    assert (rounded_outputs(context) - exact).norm() < 0.15 * exact.norm()
+    for report in outcome.reports:
+        assert report.fallback is None
+        assert report.loss is not None
+    assert all(q.dequantize().isfinite().all() for q in outcome.linears.values())
+
+
 def test_the_method_of_a_scheme() -> None:
     assert method_for("gptq", w8a8_scheme(), None) is METHODS.get("gptq")
     smoothed = method_for("rtn", w8a8_scheme(), 0.5)
