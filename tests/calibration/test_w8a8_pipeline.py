@@ -115,8 +115,7 @@ def test_formats_that_say_nothing_of_activations_refuse(
 
 def resolve(recipe: Recipe, **given: Any) -> Recipe:
     """What the command line makes of a recipe and flags."""
-    names = ("model", "method", "scheme", "bits", "group_size", "symmetric", "smoothquant")
-    flags: dict[str, Any] = dict.fromkeys((*names, "format", "ignore"))
+    flags: dict[str, Any] = dict.fromkeys(Recipe.model_fields)
     flags |= {"kv_cache": {}, "calibration": dict.fromkeys(("source", "samples", "seqlen", "seed"))}
     flags |= given
     flags.update(_scheme_flags(flags))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +180,10 @@ def test_the_policy_changes_no_weight_and_a_killed_run_has_the_same(
 
     original = LayerRunner.run
 
-    def killed(self: LayerRunner, index: int, hidden: Sequence[Tensor]) -> Any:
+    def killed(self: LayerRunner, index: int, *inputs: Any) -> Any:
         if index == 1:
             raise KeyboardInterrupt
-        return original(self, index, hidden)
+        return original(self, index, *inputs)
 
     monkeypatch.setattr(LayerRunner, "run", killed)
     with pytest.raises(KeyboardInterrupt):
