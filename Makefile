@@ -13,9 +13,9 @@ ROOT := $(CURDIR)
 RECIPES := $(basename $(notdir $(wildcard recipes/*.yaml)))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup test test-slow test-interop check demo bench kernels kernels-asan kernels-arm clean help
+.PHONY: setup test test-slow test-interop readers check demo bench kernels kernels-asan kernels-arm clean help
 help:
-	@echo "make demo | test | test-slow | test-interop | check | setup | bench | clean"
+	@echo "make demo | test | test-slow | test-interop | readers | check | setup | bench | clean"
 	@echo "make kernels | kernels-asan | kernels-arm"
 	@echo "make quantize-RECIPE | eval-RECIPE | serve-RECIPE, with RECIPE one of: $(RECIPES)"
 
@@ -56,6 +56,11 @@ test-interop: $(READY)
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[interop]"
 	$(INSTALL_WHEEL)
 	$(RUN_TESTS) -m interop $(PYTEST_ARGS)
+
+# Measures which engines read our formats; writes docs/formats.md's table and what inspect says.
+readers: $(READY)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[interop]"
+	QDEPLOY_WRITE_READERS=$(ROOT) $(BIN)/python -m pytest -q -m interop tests/interop/test_readers.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ from qdeploy.calibration.memory import (
 from qdeploy.calibration.plan import QuantPlan, make_plan
 from qdeploy.calibration.resume import ResumeStore
 from qdeploy.calibration.walk import DecoderWalk
+from qdeploy.engines.run import engine_run
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
 from qdeploy.formats.checkpoint import open_checkpoint
@@ -143,9 +144,11 @@ class _Run:
         if quantizes or self.kv_calibration is not None:
             self.walk = DecoderWalk(self.folder, trust_remote_code=trusted)
         self.plan = make_plan(self.folder, self.walk if quantizes else None, recipe)
+        self.engine = engine_run(self.plan, self.progress)
         self.embeddings = _embeddings(recipe, self.folder.config)
         self.recipe = self.plan.recipe
         self.warnings: list[str] = []
+        self.created_by = _versions()
         self.layers: list[LayerRecord] = []
         self._written: set[str] = set()
 
@@ -165,6 +168,11 @@ class _Run:
         with writing as writer:
             if self.walk is not None:
                 data = self._calibration()
+            if self.engine is not None and data is not None:
+                self.created_by["engine"] = self.engine.version()
+                made = self.engine.run(data.sequences, self.plan, self.folder, writer)
+                self.layers, self._written = made
+            elif self.walk is not None:
                 memory = self._memory(self.walk, data)
                 fingerprint = self._fingerprint(data, memory)
                 store = ResumeStore(
@@ -239,7 +247,8 @@ class _Run:
         with self.progress.task(f"quantizing ({self.recipe.method})", count) as task:
             for index in range(count):
                 if index < store.finished:
-                    outcome, kv = store.load(index, self.plan.scheme)
+                    schemes = self.plan.local_schemes(walk.layer_name(index))
+                    outcome, kv = store.load(index, schemes)
                 else:
                     outcome, kv = runner.run(index, hidden, references)
                     store.save(index, outcome, kv)
@@ -305,7 +314,7 @@ class _Run:
             capacity=CapacityRecord(
                 kv_bytes_per_token=_kv_bytes_per_token(self.folder.config, self.kv)
             ),
-            created_by=_versions(),
+            created_by=self.created_by,
         )
 
     def _fingerprint(self, data: CalibrationData | None, memory: MemoryPlan) -> dict[str, str]:
@@ -341,7 +350,7 @@ class _Run:
             loaded_bytes=loaded_bytes(written),
             bits_per_weight=bits_per_weight(written) or 0.0,
             readers=readers_of(written),
-            scheme=self.plan.scheme.name if quantized else "dense",
+            scheme=written.scheme_name or "dense",
             format=self.plan.format,
             kv_cache=self.kv.key,
             embeddings=self.embeddings.key if self.embeddings is not None else None,
@@ -353,8 +362,8 @@ class _Run:
 
 
 def _record(prefix: str, report: LinearReport, plan: QuantPlan) -> LayerRecord:
-    fields = asdict(report) | {"name": f"{prefix}.{report.name}", "scheme": plan.scheme.name}
-    return LayerRecord(**fields)
+    name = f"{prefix}.{report.name}"
+    return LayerRecord(**asdict(report) | {"name": name, "scheme": plan.schemes[name].name})
 
 
 def _embeddings(recipe: Recipe, config: dict[str, Any]) -> EmbeddingsRecord | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,8 @@ from qdeploy.quantization.scheme import QuantScheme, fp8_scheme, w8a8_scheme
 
 #: Schemes that say everything: bits, groups and what happens to activations.
 SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK", "FP8", "W8A8"]
+#: Those that single layers may have: they need no calibration.
+OverrideName = Literal["FP8_DYNAMIC", "FP8_BLOCK"]
 #: Methods that W8A8 goes with: AWQ's scales are searched for exact activations.
 W8A8_METHODS = ("rtn", "gptq")
 #: SmoothQuant's alpha unless a recipe says otherwise.
@@ -120,6 +123,31 @@ class CalibrationSection(_Section):
     seed: int = 0
 
 
+class OverrideSection(_Section):
+    """The scheme of some layers: keys given here replace the recipe's, or `scheme` names FP8."""
+
+    bits: Literal[2, 3, 4, 8] | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    scheme: OverrideName | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> OverrideSection:
+        integers = self.model_dump(exclude={"scheme"}, exclude_none=True)
+        if (self.scheme is None) == (not integers):
+            raise ValueError("give either scheme, or some of bits, group_size and symmetric")
+        return self
+
+    def apply(self, scheme: QuantScheme) -> QuantScheme:
+        """The layers' scheme where that of the others is `scheme`."""
+        if self.scheme is not None:
+            return fp8_scheme(self.scheme)
+        integers = self.model_dump(exclude={"scheme"}, exclude_none=True)
+        if scheme.number == "int" and scheme.activations is None:
+            return replace(scheme, **integers)
+        return QuantScheme(**({"bits": 8, "group_size": -1, "symmetric": True} | integers))
+
+
 class Recipe(_Section):
     """A complete quantization recipe; flags of `quantize` override its fields."""
 
@@ -138,9 +166,13 @@ class Recipe(_Section):
     #: rounding steps (1 / iters unless given).
     iters: int | None = Field(default=None, ge=1)
     lr: float | None = Field(default=None, gt=0, le=1)
+    #: By pattern, as in `ignore`: layers that have another scheme. The first that matches wins.
+    overrides: dict[str, OverrideSection] = Field(default_factory=dict)
     quantize_embeddings: Literal[8, 4] | None = None
     kv_cache: KVSection = KVSection()
     calibration: CalibrationSection = CalibrationSection()
+    #: Who quantizes: qdeploy itself, or another tool whose result is checked and packed alike.
+    engine: Literal["native", "autoawq", "gptqmodel"] = "native"
     gate: str | None = None
 
     @model_validator(mode="after")
@@ -160,6 +192,8 @@ class Recipe(_Section):
         for key in TRAINING_KEYS:
             if self.method != "signround" and getattr(self, key) is not None:
                 raise ValueError(f"{key} needs method signround, not {self.method}; leave it out")
+        if self.method == "none" and self.overrides:
+            raise ValueError("overrides have no effect on method none; leave them out")
         return self
 
     def named_scheme(self) -> QuantScheme | None:

@@ -14,6 +14,7 @@ from qdeploy.calibration.plan import QuantPlan
 from qdeploy.calibration.walk import DecoderWalk, pick_sequences
 from qdeploy.kv.auto import KVLayerStats
 from qdeploy.quantization.method import LayerBatch, LayerContext, LayerOutcome
+from qdeploy.quantization.mixed import quantize_layer
 from qdeploy.quantization.numerics import forward_dtype
 
 #: Tokens on which AWQ tries its scales: enough to rank them, few enough for minutes on a CPU.
@@ -91,4 +92,4 @@ class LayerRunner:
             is_last=index == len(walk.layers) - 1,
             warn=self.warn,
         )
-        return method.quantize_layer(context)
+        return quantize_layer(method, context, self.plan.local_schemes(name))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qdeploy.calibration.memory import Sizes
 from qdeploy.calibration.walk import DecoderWalk
 from qdeploy.errors import UsageError
 from qdeploy.formats.hf import TensorFolder
+from qdeploy.formats.module_schemes import distinct
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, activations_note, default_format
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.methods import method_for
@@ -30,6 +31,7 @@ class QuantPlan:
     """A recipe resolved against a checkpoint.
 
     recipe: with `auto` values filled in; method: None copies the weights
+    scheme: of layers without an override; schemes: of every target by full name
     targets: per decoder layer, names of its linears that are quantized, relative to it
     shapes: (out, in) of every target by full name; dense: full names of linears kept
     """
@@ -37,6 +39,7 @@ class QuantPlan:
     recipe: Recipe
     method: QuantMethod | None
     scheme: QuantScheme
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
     format: str
     targets: tuple[tuple[str, ...], ...] = ()
     shapes: dict[str, tuple[int, int]]
@@ -47,7 +50,12 @@ class QuantPlan:
         """config.json's `quantization_config`; None when nothing is quantized."""
         if self.method is None:
             return None
-        return WEIGHT_FORMATS.get(self.format).quantization_config(self.scheme, self.dense)
+        return WEIGHT_FORMATS.get(self.format).quantization_config(self.schemes, self.dense)
+
+    def local_schemes(self, layer: str) -> dict[str, QuantScheme]:
+        """Schemes of one decoder layer's targets, by names relative to it."""
+        prefix = f"{layer}."
+        return {n.removeprefix(prefix): s for n, s in self.schemes.items() if n.startswith(prefix)}
 
     @property
     def in_features(self) -> int:
@@ -105,9 +113,10 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
     if not shapes:
         raise UsageError("no linear layer is left to quantize; check --ignore")
     scheme, notes, update = _resolve_scheme(recipe, shapes)
+    schemes = _overridden(recipe, scheme, shapes, every)
     chosen = recipe.format
-    name = default_format(recipe.method, scheme) if chosen == "auto" else str(chosen)
-    _check_format(name, scheme, shapes)
+    name = default_format(recipe.method, *schemes.values()) if chosen == "auto" else str(chosen)
+    _check_format(name, schemes, shapes)
     if isinstance(method, SignRound):
         update |= {"iters": method.iters, "lr": method.lr}
     resolved = recipe.model_copy(update=update | {"format": name})
@@ -115,6 +124,7 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
         recipe=resolved,
         method=method,
         scheme=scheme,
+        schemes=schemes,
         format=name,
         targets=targets,
         shapes=shapes,
@@ -138,7 +148,7 @@ def _resolve_scheme(
     """The scheme, lines that say why, and the recipe's keys that were open."""
     scheme = recipe.named_scheme()
     if scheme is not None:
-        note = activations_note(scheme)
+        note = activations_note([scheme])
         return scheme, [note] if note else [], _said(recipe, scheme)
     group_size, notes = resolve_group_size(recipe.group_size, shapes)
     return recipe.integer_scheme(group_size), notes, {"group_size": group_size}
@@ -151,25 +161,51 @@ def _said(recipe: Recipe, scheme: QuantScheme) -> dict[str, Any]:
     return {"scheme": scheme.name, **smoothing}
 
 
-def match_ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Names that match a pattern: shell-like, or a regular expression after `re:`."""
-    ignored: set[str] = set()
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                expression = re.compile(pattern[3:])
-            except re.error as error:
-                raise UsageError(f"ignore pattern {pattern!r}: {error}", param="ignore") from None
-            matched = {name for name in names if expression.match(name)}
-        else:
-            matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+def _overridden(
+    recipe: Recipe,
+    scheme: QuantScheme,
+    shapes: dict[str, tuple[int, int]],
+    names: Sequence[str],
+) -> dict[str, QuantScheme]:
+    """The scheme of every target; UsageError for an override without a target, or one whose
+    group size doesn't divide a target's inputs.
+    """
+    schemes: dict[str, QuantScheme] = {}
+    for pattern, section in recipe.overrides.items():
+        matched = match_pattern(pattern, names, "overrides") & shapes.keys()
         if not matched:
             raise UsageError(
-                f"ignore pattern {pattern!r} matches no linear layer; names look like {names[0]}",
-                param="ignore",
+                f"overrides pattern {pattern!r} matches only layers that stay dense; leave it out",
+                param="overrides",
             )
-        ignored |= matched
-    return ignored
+        own = section.apply(scheme)
+        if own.number == "int":
+            resolve_group_size(own.group_size, {name: shapes[name] for name in sorted(matched)})
+        schemes = dict.fromkeys(sorted(matched), own) | schemes  # the first that matches wins
+    return {name: schemes.get(name, scheme) for name in shapes}
+
+
+def match_ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Names that match one of the patterns; UsageError for a pattern without a match."""
+    return {name for pattern in patterns for name in match_pattern(pattern, names, "ignore")}
+
+
+def match_pattern(pattern: str, names: Sequence[str], key: str) -> set[str]:
+    """Names that match: shell-like, or a regular expression after `re:`; at least one."""
+    if pattern.startswith("re:"):
+        try:
+            expression = re.compile(pattern[3:])
+        except re.error as error:
+            raise UsageError(f"{key} pattern {pattern!r}: {error}", param=key) from None
+        matched = {name for name in names if expression.match(name)}
+    else:
+        matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+    if not matched:
+        raise UsageError(
+            f"{key} pattern {pattern!r} matches no linear layer; names look like {names[0]}",
+            param=key,
+        )
+    return matched
 
 
 def resolve_group_size(
@@ -219,11 +255,15 @@ def _refuse_fused(walk: DecoderWalk) -> None:
             )
 
 
-def _check_format(name: str, scheme: QuantScheme, shapes: dict[str, tuple[int, int]]) -> None:
+def _check_format(
+    name: str, schemes: dict[str, QuantScheme], shapes: dict[str, tuple[int, int]]
+) -> None:
     weight_format = WEIGHT_FORMATS.get(name)
-    weight_format.check(scheme)
+    weight_format.quantization_config(schemes, ())  # one scheme for all, if it must be
+    for scheme in distinct(schemes.values()):
+        weight_format.check(scheme)
     for module, (out_features, in_features) in shapes.items():
         try:
-            weight_format.check_shape(scheme, out_features, in_features)
+            weight_format.check_shape(schemes[module], out_features, in_features)
         except UsageError as error:
             raise UsageError(f"{module}: {error}", param=error.param) from None

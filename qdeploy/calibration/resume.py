@@ -83,14 +83,19 @@ class ResumeStore:
         if not self._enabled:
             self.remove()
 
-    def load(self, index: int, scheme: QuantScheme) -> tuple[LayerOutcome, KVLayerStats | None]:
-        """A finished layer, without its outputs, and its K/V statistics if there were any."""
+    def load(
+        self, index: int, schemes: Mapping[str, QuantScheme]
+    ) -> tuple[LayerOutcome, KVLayerStats | None]:
+        """A finished layer, without its outputs, and its K/V statistics if there were any.
+
+        schemes: of its linears by local name.
+        """
         tensors, metadata = _read(self.folder / f"layer-{index:05}.safetensors")
         outcome = LayerOutcome(linears={})
         outcome.reports = [LinearReport(**report) for report in metadata["reports"]]
         for name in dict.fromkeys(key.split("/")[1] for key in tensors if key.startswith("q/")):
             parts = {part: tensors.get(f"q/{name}/{part}") for part in _PARTS}
-            outcome.linears[name] = QuantizedLinear(scheme=scheme, **parts)  # type: ignore[arg-type]
+            outcome.linears[name] = QuantizedLinear(scheme=schemes[name], **parts)  # type: ignore[arg-type]
         outcome.dense = {
             key.removeprefix("d/"): tensor for key, tensor in tensors.items() if key[:2] == "d/"
         }

@@ -10,6 +10,7 @@ from qdeploy.cli.console import set_verbosity
 from qdeploy.cli.doctor import doctor
 from qdeploy.cli.environment import bound_spinning
 from qdeploy.cli.eval import evaluate_command
+from qdeploy.cli.export import export
 from qdeploy.cli.inspect import inspect
 from qdeploy.cli.quantize import quantize
 from qdeploy.cli.recipes import recipes
@@ -46,6 +47,7 @@ app.command("quantize")(quantize)
 app.command("eval")(evaluate_command)
 app.command("serve")(serve)
 app.command("inspect")(inspect)
+app.command("export")(export)
 app.command("recipes")(recipes)
 app.command("doctor")(doctor)
 

@@ -38,6 +38,8 @@ Act = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")]
 
+MaxShardSize = Annotated[str, typer.Option(help="Largest safetensors file.")]
+
 
 def parse_size(text: str, option: str, *, allow_zero: bool = False) -> int:
     """Bytes from `2GiB`, `512MiB`, `40MB` or a plain number; UsageError names the option."""

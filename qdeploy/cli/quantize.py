@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdeploy.cli.console import RichProgress, print_json, run, stdout
-from qdeploy.cli.options import Json, Quiet, Threads, Verbose, parse_size
+from qdeploy.cli.options import Json, MaxShardSize, Quiet, Threads, Verbose, parse_size
 from qdeploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def quantize(
     ] = None,
     calib_samples: Annotated[int | None, typer.Option(min=1)] = None,
     calib_seqlen: Annotated[int | None, typer.Option(min=8, help="Tokens per sample.")] = None,
+    engine: Annotated[str | None, typer.Option(help="native, autoawq or gptqmodel.")] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(help="Keep layers that match dense; repeatable.")
     ] = None,
@@ -67,7 +68,7 @@ def quantize(
     eval: Annotated[str, typer.Option(help="quick or none.")] = "quick",
     gate: Annotated[str | None, typer.Option(help="E.g. kl<0.2,top1>0.7, or a file.")] = None,
     threads: Threads = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     max_memory: Annotated[
         str | None, typer.Option(help="Peak memory of quantizing, e.g. 2GiB.")
     ] = None,
@@ -93,6 +94,7 @@ def quantize(
         "iters": iters,
         "lr": lr,
         "quantize_embeddings": quantize_embeddings,
+        "engine": engine,
         "gate": gate,
         "kv_cache": {"dtype": kv_cache_dtype},
         "calibration": {

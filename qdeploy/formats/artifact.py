@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qdeploy import __version__
 from qdeploy.errors import FormatError, UsageError
-from qdeploy.formats.checkpoint import file_sha256, parse_quantization
+from qdeploy.formats.checkpoint import file_sha256
 from qdeploy.formats.hf import TensorFolder, inside
 from qdeploy.formats.manifest import MANIFEST_NAME, Manifest, write_manifest
 from qdeploy.formats.model_card import CARD_NAME, render_card
+from qdeploy.formats.module_schemes import distinct, schemes_name
 from qdeploy.formats.shards import ShardWriter
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, WeightFormat
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
@@ -59,7 +60,8 @@ class ArtifactWriter:
         _check_target(self.out, base.path, overwrite)
         self._temporary = self.out.parent / f".{self.out.name}.tmp-{os.getpid()}"
         self._shards = ShardWriter(self._temporary, max_shard_size)
-        self._packed: set[str] = set()
+        self._schemes: dict[str, QuantScheme] = {}  # of packed linears
+        self._unpacked: set[str] = set()  # packed in the base, dense here
         self._added: set[str] = set()
         # Looked up now: a link out of the folder must fail before the work, not after it.
         self._companions = _companions(base.path, (*COPIED, "*.py") if code else COPIED)
@@ -93,16 +95,33 @@ class ArtifactWriter:
         self._added.add(name)
         self._shards.add(name, tensor)
 
-    def add_linear(self, module: str, q: QuantizedLinear, format: WeightFormat | str) -> None:
-        """Pack a linear layer, bias and all; UsageError names a layer that can't be held."""
+    def add_stored(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor as it is, a tied head that was stored, too: it may differ."""
+        self._shards.add(name, tensor)
+
+    def add_linear(
+        self, module: str, q: QuantizedLinear, format: WeightFormat | str
+    ) -> dict[str, Tensor]:
+        """Pack a linear layer, bias and all, and return what was written, by local name.
+
+        UsageError names a layer that can't be held.
+        """
         chosen = WEIGHT_FORMATS.get(format) if isinstance(format, str) else format
         try:
             tensors = chosen.pack(q)
         except UsageError as error:
             raise UsageError(f"{module}: {error}", param=error.param) from None
-        self._packed.add(module)
+        self._schemes[module] = q.scheme
         for name, tensor in tensors.items():
             self._shards.add(f"{module}.{name}", tensor)
+        return tensors
+
+    def add_unpacked(self, module: str, weight: Tensor, bias: Tensor | None) -> None:
+        """A linear that the base model has packed, as a dense weight [out, in]."""
+        self._unpacked.add(module)
+        self._shards.add(f"{module}.weight", weight)
+        if bias is not None:
+            self._shards.add(f"{module}.bias", bias)
 
     def finish(self, manifest: Manifest, quantization_config: dict[str, Any] | None) -> Path:
         """Write config, tokenizer, manifest and card, then rename; returns the artifact's path.
@@ -111,10 +130,8 @@ class ArtifactWriter:
         base model that was not written, or one that it doesn't have, fails the save (A10).
         """
         self._check_complete()
-        scheme = None
-        if quantization_config is not None:
-            scheme = parse_quantization(quantization_config, self.out)[1]
-        self._shards.close(_metadata(manifest, quantization_config, scheme))
+        schemes = distinct(self._schemes.values())
+        self._shards.close(_metadata(manifest, quantization_config, schemes))
         self._write_config(quantization_config)
         self._copy_companions()
         files = {path.name: file_sha256(path) for path in sorted(self._temporary.iterdir())}
@@ -122,7 +139,7 @@ class ArtifactWriter:
         manifest = manifest.model_copy(update={"files": files, "capacity": capacity})
         # Neither is in `files`: both change when `eval` adds a record.
         method = (quantization_config or {}).get("quant_method")
-        card = render_card(self.out.name, manifest, method, scheme)
+        card = render_card(self.out.name, manifest, method, schemes)
         (self._temporary / CARD_NAME).write_text(card, encoding="utf-8")
         write_manifest(self._temporary, manifest)
         self._publish()
@@ -130,10 +147,11 @@ class ArtifactWriter:
 
     def _check_complete(self) -> None:
         tied = {"lm_head.weight"} if self._base.config.get("tie_word_embeddings") else set()
+        rewritten = self._schemes.keys() | self._unpacked
         expected = {
             name
             for name in self._base.names() - tied
-            if not name.endswith(_OPTIONAL_SUFFIX) and name.rpartition(".")[0] not in self._packed
+            if not name.endswith(_OPTIONAL_SUFFIX) and name.rpartition(".")[0] not in rewritten
         }
         missing = sorted(expected - self._shards.names)
         if missing:
@@ -144,7 +162,7 @@ class ArtifactWriter:
         unknown = sorted(
             name
             for name in self._shards.names - self._base.names() - self._added
-            if name.rpartition(".")[0] not in self._packed
+            if name.rpartition(".")[0] not in rewritten
         )
         if unknown:
             raise FormatError(
@@ -179,16 +197,16 @@ class ArtifactWriter:
 
 
 def _metadata(
-    manifest: Manifest, config: dict[str, Any] | None, scheme: QuantScheme | None
+    manifest: Manifest, config: dict[str, Any] | None, schemes: Sequence[QuantScheme]
 ) -> dict[str, str]:
     """The safetensors `__metadata__` beside format=pt (A08); its values must be strings."""
     metadata = {"qdeploy_version": __version__, "method": str(manifest.recipe.get("method", ""))}
-    if config is not None and scheme is not None:
+    if config is not None and schemes:
         metadata |= {
             "quant_method": str(config["quant_method"]),
-            "scheme": scheme.name,
-            "bits": str(scheme.bits),
-            "group_size": str(scheme.group_size),
+            "scheme": schemes_name(schemes),
+            "bits": ",".join(str(scheme.bits) for scheme in schemes),
+            "group_size": ",".join(str(scheme.group_size) for scheme in schemes),
         }
     return metadata
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.errors import FormatError, UsageError
+from qdeploy.formats.module_schemes import ModuleSchemes, only_scheme
 from qdeploy.formats.packing import pack_awq, unpack_awq
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
@@ -22,8 +23,9 @@ from qdeploy.formats.weight_format import (
     expect_shape,
     parsed_scheme,
     refuse_changed,
-    refuse_floats,
+    require_dense_head,
     require_divisible,
+    require_plain_integers,
 )
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
@@ -51,7 +53,7 @@ class AwqFormat:
 
     def check(self, scheme: QuantScheme) -> None:
         """AWQ has 4-bit codes, and groups in input order."""
-        refuse_floats(scheme, self.name)
+        require_plain_integers(scheme, self.name)
         other = "gptq" if scheme.symmetric else "gptq_v2"
         if scheme.bits != 4:
             raise UsageError(
@@ -76,7 +78,9 @@ class AwqFormat:
             raise UsageError("format awq can't hold activation order; use --format gptq_v2")
         scales = q.scales.to(torch.float16)
         if not torch.equal(scales.float(), q.scales.float()):
-            raise UsageError("format awq stores float16 scales, which would round these; use gptq")
+            raise UsageError(
+                "format awq stores float16 scales, which would round these; use --format gptq_v2"
+            )
         check_scales(scales, q.scheme)
         tensors = {
             "qweight": pack_awq(q.codes.t()),
@@ -116,8 +120,12 @@ class AwqFormat:
             bias=tensors.get("bias"),
         )
 
-    def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+    ) -> dict[str, Any]:
         """The keys of transformers' AwqConfig.to_transformers_dict()."""
+        scheme = only_scheme(schemes.values(), self.name)
+        require_dense_head(schemes, self.name)
         return {
             "quant_method": "awq",
             "bits": scheme.bits,
@@ -127,7 +135,7 @@ class AwqFormat:
             "modules_to_not_convert": dense_modules(ignore) or None,
         }
 
-    def parse_config(self, config: Mapping[str, Any]) -> QuantScheme:
+    def parse_config(self, config: Mapping[str, Any]) -> ModuleSchemes:
         """Reads AwqConfig's keys and AutoAWQ's internal ones (w_bit, q_group_size)."""
         refuse_changed(config, _ACCEPTED)
         bits = config_int(config, "bits", "w_bit")
@@ -137,7 +145,8 @@ class AwqFormat:
         if not config_bool(config, "zero_point", True) and config.get("sym") is not True:
             raise FormatError("quantization config: awq with zero_point=false is not read")
         group_size = config_int(config, "group_size", "q_group_size")
-        return parsed_scheme(bits=bits, group_size=group_size, symmetric=False)
+        scheme = parsed_scheme(bits=bits, group_size=group_size, symmetric=False)
+        return ModuleSchemes(default=scheme)
 
 
 WEIGHT_FORMATS.add("awq", AwqFormat())

@@ -13,8 +13,10 @@ from torch import Tensor
 from qdeploy.errors import FormatError
 from qdeploy.formats.config_shapes import check_config_shapes
 from qdeploy.formats.gptq_config import checkpoint_format
+from qdeploy.formats.gptq_labels import LABELS, label_of, smallest
 from qdeploy.formats.hf import TensorFolder, inside, open_folder
 from qdeploy.formats.manifest import Manifest, read_manifest
+from qdeploy.formats.module_schemes import ModuleSchemes, schemes_name
 from qdeploy.formats.safetensors_header import read_json
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, Shape, WeightFormat
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
@@ -38,17 +40,30 @@ class Checkpoint:
         self._by_module: dict[str, list[str]] = {}
         for name in sorted(folder.names()):
             self._by_module.setdefault(name.rpartition(".")[0], []).append(name)
-        self._format, self.scheme = _quantization(folder)
+        self._format, self._rules = _quantization(folder)
         #: Packed modules → (out_features, in_features); checked against the config here.
         self.packed: dict[str, tuple[int, int]] = self._packed_modules()
+        #: Lines on what was read in another way than the files say.
+        self.notes: list[str] = []
         self._check_dense()
         check_config_shapes(folder, self.packed)
         self._check_manifest()
+        self._check_gptq_label()
 
     @property
     def format(self) -> str | None:
         """Name of the weight format; None for a dense checkpoint."""
         return self._format.name if self._format else None
+
+    @property
+    def schemes(self) -> dict[str, QuantScheme]:
+        """The scheme of every packed module, by the config."""
+        return {module: self._scheme(module) for module in self.packed}
+
+    @property
+    def scheme_name(self) -> str | None:
+        """`W4A16`, or `W4A16 + W8A16` in mixed precision; None for a dense checkpoint."""
+        return schemes_name(self.schemes.values()) if self.packed else None
 
     def names(self) -> frozenset[str]:
         """Names of all stored tensors."""
@@ -85,15 +100,9 @@ class Checkpoint:
                 raise FormatError(f"{self.path}: no weight of {module}; fetch the model again")
             return self.tensor(f"{module}.weight")
         assert self._format is not None
-        assert self.scheme is not None
-        names = self._format.local_names(self.scheme)
-        local = {
-            name: self.tensor(f"{module}.{name}")
-            for name in names.all
-            if self.has(f"{module}.{name}")
-        }
+        scheme = self._scheme(module)
         try:
-            return self._format.unpack(local, self.scheme)
+            return self._format.unpack(self._stored(module, self._format, scheme), scheme)
         except FormatError as error:
             raise FormatError(f"{self.path}: {module}: {error}") from None
 
@@ -109,14 +118,27 @@ class Checkpoint:
     def _children(self, module: str) -> list[str]:
         return self._by_module.get(module, [])
 
+    def _stored(self, module: str, fmt: WeightFormat, scheme: QuantScheme) -> dict[str, Tensor]:
+        names = (name for name in fmt.local_names(scheme).all if self.has(f"{module}.{name}"))
+        return {name: self.tensor(f"{module}.{name}") for name in names}
+
+    def _scheme(self, module: str) -> QuantScheme:
+        scheme = self._rules.of(module)
+        if scheme is None:
+            raise FormatError(
+                f"{self.path}: {module} is packed, but no group of the quantization config has it "
+                "among its targets; save the model again"
+            )
+        return scheme
+
     def _packed_modules(self) -> dict[str, tuple[int, int]]:
-        if self._format is None or self.scheme is None:
+        if self._format is None:
             return {}
-        local = self._format.local_names(self.scheme)
+        ways = [self._format.local_names(scheme) for scheme in self._rules.all]
         modules = {
             module
             for module, names in self._by_module.items()
-            if any(local.mark(name.rpartition(".")[2]) for name in names)
+            if any(way.mark(name.rpartition(".")[2]) for way in ways for name in names)
         }
         if not modules:
             raise FormatError(
@@ -128,11 +150,10 @@ class Checkpoint:
                 f"{self.path}: {module} is packed, but the quantization config lists it as dense; "
                 "save the model again"
             )
-        return {
-            module: self._layout(module, self._format, self.scheme) for module in sorted(modules)
-        }
+        return {module: self._layout(module, self._format) for module in sorted(modules)}
 
-    def _layout(self, module: str, fmt: WeightFormat, scheme: QuantScheme) -> tuple[int, int]:
+    def _layout(self, module: str, fmt: WeightFormat) -> tuple[int, int]:
+        scheme = self._scheme(module)
         local = fmt.local_names(scheme)
         for name in local.required:
             if not self.has(f"{module}.{name}"):
@@ -161,6 +182,23 @@ class Checkpoint:
                     f"{self.path}: {name} is float8, but has no scale, or the quantization config "
                     "doesn't say so; fetch the model again"
                 )
+
+    def _check_gptq_label(self) -> None:
+        """Read zero points as the words have them, whatever the label says, and say so."""
+        if self._format is None or self.format not in LABELS:
+            return
+        fmt = self._format
+        layers = (
+            (self._stored(module, fmt, self._scheme(module)), self._scheme(module))
+            for module in smallest(self.packed)
+        )
+        found = label_of(layers)
+        if found is not None and found != self.format:
+            self.notes.append(
+                f"{self.path}: the label says {self.format}, but the zero points are those of "
+                f"{found}; read as {found}"
+            )
+            self._format = WEIGHT_FORMATS.get(found)
 
     def _check_manifest(self) -> None:
         if self.manifest is None:
@@ -218,8 +256,8 @@ def _listed_as_dense(config: dict[str, Any]) -> set[str]:
     return {name for names in lists if isinstance(names, list) for name in names}
 
 
-def _quantization(folder: TensorFolder) -> tuple[WeightFormat | None, QuantScheme | None]:
-    """Format and scheme by config.json, else by a legacy file; (None, None) when dense (A11)."""
+def _quantization(folder: TensorFolder) -> tuple[WeightFormat | None, ModuleSchemes]:
+    """Format and schemes by config.json, else by a legacy file; no format when dense (A11)."""
     config, source = folder.config.get("quantization_config"), folder.path / "config.json"
     if config is None:
         for name, method in _LEGACY_CONFIGS.items():
@@ -234,12 +272,12 @@ def _quantization(folder: TensorFolder) -> tuple[WeightFormat | None, QuantSchem
                 f"{folder.path}: packed tensors found ({packed[0]}) but no quantization config; "
                 "restore quantization_config in config.json"
             )
-        return None, None
+        return None, ModuleSchemes()
     return parse_quantization(config, source)
 
 
-def parse_quantization(config: Any, source: Path) -> tuple[WeightFormat, QuantScheme]:
-    """Format and scheme of a `quantization_config`; FormatError, naming `source`, otherwise."""
+def parse_quantization(config: Any, source: Path) -> tuple[WeightFormat, ModuleSchemes]:
+    """Format and schemes of a `quantization_config`; FormatError, naming `source`, otherwise."""
     accepted = ", ".join(_ACCEPTED_METHODS)
     if not isinstance(config, dict):
         raise FormatError(f"{source}: the quantization config is not a JSON object")
@@ -257,7 +295,6 @@ def parse_quantization(config: Any, source: Path) -> tuple[WeightFormat, QuantSc
     try:
         name = checkpoint_format(config) if method == "gptq" else method
         weight_format = WEIGHT_FORMATS.get(name)
-        scheme = weight_format.parse_config(config)
+        return weight_format, weight_format.parse_config(config)
     except FormatError as error:
         raise FormatError(f"{source}: {error}") from None
-    return weight_format, scheme

@@ -25,6 +25,7 @@ from qdeploy.formats.compressed_tensors_config import (
 )
 from qdeploy.formats.e4m3 import check_scale_shape, pack_layer, require_whole_blocks, unpack_layer
 from qdeploy.formats.gptq import group_index
+from qdeploy.formats.module_schemes import ModuleSchemes
 from qdeploy.formats.packing import pack_bits, packed_length, unpack_bits
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
@@ -242,12 +243,14 @@ class CompressedTensorsFormat:
         q.bias, q.input_scale = tensors.get("bias"), tensors.get("input_scale")
         return q
 
-    def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
-        """One group for all linears."""
-        return compressed_tensors_config(scheme, ignore)
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+    ) -> dict[str, Any]:
+        """A group for each scheme."""
+        return compressed_tensors_config(schemes, ignore)
 
-    def parse_config(self, config: Mapping[str, Any]) -> QuantScheme:
-        """Reads llm-compressor's configs; one scheme for all layers."""
+    def parse_config(self, config: Mapping[str, Any]) -> ModuleSchemes:
+        """Reads llm-compressor's configs, mixed precision and all."""
         return parse_compressed_tensors(config)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from qdeploy.errors import FormatError
 from qdeploy.formats.fp8 import block_size
+from qdeploy.formats.module_schemes import ModuleSchemes, compiled, distinct
 from qdeploy.formats.weight_format import (
     config_bool,
     config_int,
@@ -32,6 +33,10 @@ _WEIGHTS_ACCEPTED: dict[str, tuple[Any, ...]] = {
 _INPUTS_ACCEPTED: dict[str, tuple[Any, ...]] = {"num_bits": (8,), "dynamic": (True, False)}
 #: What older versions called the same bytes.
 _PLAIN = "naive-quantized"
+#: The label of a config whose groups are stored in several ways.
+_MIXED = "mixed-precision"
+#: The target that is a class of modules, not a name.
+_EVERY_LINEAR = "Linear"
 
 
 def format_of(scheme: QuantScheme) -> str:
@@ -41,51 +46,71 @@ def format_of(scheme: QuantScheme) -> str:
     return "int-quantized" if scheme.activations else "pack-quantized"
 
 
-def parse_compressed_tensors(config: Mapping[str, Any]) -> QuantScheme:
-    """The scheme that all groups share; FormatError for what can't be honoured.
+def parse_compressed_tensors(config: Mapping[str, Any]) -> ModuleSchemes:
+    """The scheme of every module by the groups' targets; FormatError for what can't be honoured.
 
-    The tensors show which layers are packed, so targets and `ignore` are only checked for sense.
+    Names come before patterns, and patterns before `Linear`, as in compressed-tensors; `ignore` is
+    only checked for sense: the tensors show which layers are packed.
     """
     refuse_changed(config, _ACCEPTED)
     config_names(config, "ignore")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise FormatError(f"quantization config: config_groups={groups!r} is not a mapping")
-    schemes = [_group_scheme(str(name), group) for name, group in groups.items()]
-    if any(scheme != schemes[0] for scheme in schemes):
-        names = ", ".join(dict.fromkeys(scheme.name for scheme in schemes))
+    by_target: dict[str, QuantScheme] = {}
+    for name, group in groups.items():
+        scheme = _group_scheme(str(name), group)
+        _check_label(group.get("format"), scheme)
+        if config.get("format") != _MIXED:
+            _check_label(config.get("format"), scheme)
+        by_target |= dict.fromkeys(config_names(group, "targets") or [_EVERY_LINEAR], scheme)
+    patterns = sorted(target for target in by_target if target.startswith("re:"))
+    return ModuleSchemes(
+        default=by_target.get(_EVERY_LINEAR),
+        names={target: scheme for target, scheme in by_target.items() if target not in patterns},
+        patterns=tuple((compiled(target[3:], "targets"), by_target[target]) for target in patterns),
+    )
+
+
+def _check_label(label: Any, scheme: QuantScheme) -> None:
+    plain = label == _PLAIN and format_of(scheme) != "pack-quantized"
+    if label is not None and label != format_of(scheme) and not plain:
         raise FormatError(
-            f"quantization config: config_groups mixes {names}; mixed precision in one checkpoint "
-            "is not read; requantize from the base model"
+            f"quantization config: format={label!r} is not read for {scheme.name}; "
+            f"accepted: {format_of(scheme)!r}; requantize from the base model"
         )
-    labels = [config.get("format"), *(group.get("format") for group in groups.values())]
-    for label in labels:
-        plain = label == _PLAIN and format_of(schemes[0]) != "pack-quantized"
-        if label is not None and label != format_of(schemes[0]) and not plain:
-            raise FormatError(
-                f"quantization config: format={label!r} is not read for {schemes[0].name}; "
-                f"accepted: {format_of(schemes[0])!r}; requantize from the base model"
-            )
-    return schemes[0]
 
 
-def compressed_tensors_config(scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
-    """The keys of compressed-tensors 0.20, one group for all linears but `ignore`."""
-    group = {
-        "targets": ["Linear"],
-        "weights": _weights(scheme),
-        "input_activations": _inputs(scheme),
-        "output_activations": None,
-        "format": format_of(scheme),
-    }
+def compressed_tensors_config(
+    schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of compressed-tensors 0.20.
+
+    The most frequent scheme is for all linears but `ignore`, any other for layers by name.
+    """
+    first, *others = distinct(schemes.values())
+    groups = [_group(first, [_EVERY_LINEAR])]
+    for other in others:
+        groups.append(_group(other, [name for name, each in schemes.items() if each == other]))
+    formats = list(dict.fromkeys(group["format"] for group in groups))
     return {
         "quant_method": "compressed-tensors",
-        "format": format_of(scheme),
+        "format": _MIXED if len(formats) > 1 else formats[0],
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+    }
+
+
+def _group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
+    return {
+        "targets": targets,
+        "weights": _weights(scheme),
+        "input_activations": _inputs(scheme),
+        "output_activations": None,
+        "format": format_of(scheme),
     }
 
 

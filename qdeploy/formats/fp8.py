@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.e4m3 import check_scale_shape, pack_layer, require_whole_blocks, unpack_layer
+from qdeploy.formats.module_schemes import ModuleSchemes, only_scheme
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
     LocalNames,
@@ -83,8 +84,11 @@ class Fp8Format:
         grid = tensors[_scale_name(tensors)]
         return unpack_layer(tensors["weight"], grid, scheme, tensors.get("bias"))
 
-    def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+    ) -> dict[str, Any]:
         """The keys of transformers' FineGrainedFP8Config; vLLM reads the same ones."""
+        scheme = only_scheme(schemes.values(), self.name)
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -93,13 +97,13 @@ class Fp8Format:
             "modules_to_not_convert": list(ignore),
         }
 
-    def parse_config(self, config: Mapping[str, Any]) -> QuantScheme:
+    def parse_config(self, config: Mapping[str, Any]) -> ModuleSchemes:
         """Blocks of any size, or one scale a tensor when `weight_block_size` is null."""
         refuse_changed(config, _ACCEPTED)
         for key in ("modules_to_not_convert", "ignored_layers"):
             config_names(config, key)  # the tensors show what is dense
         rows, columns = block_size(config.get("weight_block_size"), "weight_block_size")
-        return parsed_scheme(
+        scheme = parsed_scheme(
             bits=8,
             group_size=columns,
             symmetric=True,
@@ -107,6 +111,7 @@ class Fp8Format:
             block_rows=rows,
             activations=config.get("activation_scheme") or "dynamic",
         )
+        return ModuleSchemes(default=scheme)
 
 
 def block_size(value: Any, key: str) -> tuple[int, int]:

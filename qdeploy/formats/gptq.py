@@ -12,6 +12,7 @@ from torch import Tensor
 from qdeploy import __version__
 from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.gptq_config import parse_gptq_config, skip_rules
+from qdeploy.formats.module_schemes import ModuleSchemes, only_scheme
 from qdeploy.formats.packing import pack_bits, packed_length, unpack_bits
 from qdeploy.formats.weight_format import (
     WEIGHT_FORMATS,
@@ -20,8 +21,9 @@ from qdeploy.formats.weight_format import (
     check_scales,
     dense_modules,
     expect_shape,
-    refuse_floats,
+    require_dense_head,
     require_divisible,
+    require_plain_integers,
 )
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
@@ -41,7 +43,7 @@ class GptqFormat:
 
     def check(self, scheme: QuantScheme) -> None:
         """v1 can't hold z = 0 (AutoGPTQ's words corrupt), which asymmetric groups may need."""
-        refuse_floats(scheme, self.name)
+        require_plain_integers(scheme, self.name)
         if self.zero_offset and not scheme.symmetric:
             raise UsageError(
                 "format gptq can't hold a zero point of 0, which asymmetric weights may need; "
@@ -56,7 +58,11 @@ class GptqFormat:
         scheme.groups(in_features)
 
     def pack(self, q: QuantizedLinear) -> dict[str, Tensor]:
-        """Raises UsageError for a zero point that the format can't hold (A04)."""
+        """Raises UsageError for a zero point that the format can't hold (A04).
+
+        Asymmetric weights fit into v1, too, when no zero point is 0.
+        """
+        require_plain_integers(q.scheme, self.name)
         self.check_shape(q.scheme, *q.shape)
         if bool((q.zero_points < self.zero_offset).any()):
             raise UsageError("format gptq can't hold a zero point of 0; use --format gptq_v2")
@@ -117,8 +123,12 @@ class GptqFormat:
                 return torch.full_like(stored, scheme.mid_code), True
         return (stored + self.zero_offset) & scheme.max_code, False
 
-    def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+    ) -> dict[str, Any]:
         """AutoGPTQ's keys; layers left dense as GPTQModel's `dynamic` skip rules."""
+        scheme = only_scheme(schemes.values(), self.name)
+        require_dense_head(schemes, self.name)
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "bits": scheme.bits,
@@ -135,7 +145,7 @@ class GptqFormat:
         skipped = dense_modules(ignore)
         return config | {"dynamic": skip_rules(skipped)} if skipped else config
 
-    def parse_config(self, config: Mapping[str, Any]) -> QuantScheme:
+    def parse_config(self, config: Mapping[str, Any]) -> ModuleSchemes:
         """Reads AutoGPTQ's, GPTQModel's and transformers' keys."""
         return parse_gptq_config(config)
 

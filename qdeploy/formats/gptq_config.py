@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qdeploy.errors import FormatError
+from qdeploy.formats.module_schemes import ModuleSchemes, compiled
 from qdeploy.formats.weight_format import config_bool, config_int, parsed_scheme, refuse_changed
 from qdeploy.quantization.scheme import QuantScheme
 
@@ -21,13 +22,18 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "rotation": (),
     "adapter": (),
 }
-_OVERRIDES = ("bits", "group_size", "desc_act", "sym", "format", "pack_dtype")
+#: What a rule of `dynamic` may change, and what it may repeat but not change.
+_OVERRIDES = ("bits", "group_size", "desc_act", "sym")
+_REPEATED = ("format", "checkpoint_format", "pack_dtype")
 
 
-def parse_gptq_config(config: Mapping[str, Any]) -> QuantScheme:
-    """The scheme; a missing `sym` is true, as AutoGPTQ has it (the words decide at load)."""
+def parse_gptq_config(config: Mapping[str, Any]) -> ModuleSchemes:
+    """The schemes; a missing `sym` is true, as AutoGPTQ has it (the words decide at load)."""
     refuse_changed(config, _ACCEPTED)
-    _check_dynamic(config)
+    return ModuleSchemes(default=_scheme(config), patterns=_dynamic_patterns(config))
+
+
+def _scheme(config: Mapping[str, Any]) -> QuantScheme:
     return parsed_scheme(
         bits=config_int(config, "bits"),
         group_size=config_int(config, "group_size"),
@@ -47,19 +53,26 @@ def skip_rules(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {f"-:^{re.escape(name)}$": {} for name in modules}
 
 
-def _check_dynamic(config: Mapping[str, Any]) -> None:
-    """Skip rules need nothing (the tensors show it); other bits per module are not read."""
+def _dynamic_patterns(
+    config: Mapping[str, Any],
+) -> tuple[tuple[re.Pattern[str], QuantScheme], ...]:
+    """GPTQModel's rules by module; skip rules need nothing, the tensors show what is dense."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise FormatError(f"quantization config: dynamic={dynamic!r} is not a mapping")
+    patterns = []
     for rule, overrides in dynamic.items():
         if str(rule).startswith("-:") or overrides is False:
             continue
         if not isinstance(overrides, Mapping):
             raise FormatError(f"quantization config: dynamic rule {rule!r} is not a mapping")
-        for key in _OVERRIDES:
+        for key in _REPEATED:
             if key in overrides and overrides[key] != config.get(key):
                 raise FormatError(
-                    f"quantization config: dynamic rule {rule!r} sets {key}={overrides[key]!r}; "
-                    "mixed precision in one checkpoint is not read; requantize from the base model"
+                    f"quantization config: dynamic rule {rule!r} sets {key}={overrides[key]!r}, "
+                    "which is not read for single layers; requantize from the base model"
                 )
+        changed = {key: overrides[key] for key in _OVERRIDES if key in overrides}
+        scheme = _scheme({**config, **changed})
+        patterns.append((compiled(str(rule).removeprefix("+:"), "dynamic"), scheme))
+    return tuple(patterns)

@@ -14,52 +14,13 @@ from qdeploy.formats.hf import COMPILED
 from qdeploy.formats.kv_scales import read_scales, scale_findings, scales_line
 from qdeploy.formats.manifest import Manifest
 from qdeploy.formats.model_card import embeddings_line
+from qdeploy.formats.readers import readers_for, readers_that_fail
 from qdeploy.formats.weight_format import activations_note
 from qdeploy.quantization.embeddings import table_bytes
 
 #: Tensors that an embeddings policy applies to.
 TABLE_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """Another engine that read such a checkpoint in our tests, with what it needs."""
-
-    engine: str
-    needs: str
-    formats: tuple[str, ...]
-    schemes: tuple[str, ...]
-
-
-#: Measured on a CPU (docs/formats.md): logits against float32 on the dequantized weights.
-#: What isn't here was not tested, which doesn't mean that it fails.
-READERS = (
-    Reader(
-        engine="transformers 5.24",
-        needs="gptqmodel 7.7, accelerate",
-        formats=("awq",),
-        schemes=("W4A16_ASYM",),
-    ),
-    Reader(
-        engine="transformers 5.24",
-        needs="gptqmodel 7.7, optimum 2.3",
-        formats=("gptq", "gptq_v2"),
-        schemes=("W4A16", "W4A16_ASYM"),
-    ),
-    Reader(
-        engine="transformers 5.24",
-        needs="compressed-tensors 0.20; dequantize=True in its config",
-        formats=("compressed-tensors",),
-        schemes=("W4A16", "W4A16_ASYM", "FP8_DYNAMIC"),
-    ),
-    Reader(
-        engine="transformers 5.24",
-        needs="accelerate",
-        formats=("fp8",),
-        schemes=("FP8_BLOCK",),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +32,7 @@ class Inspection:
     format: a name of WEIGHT_FORMATS, or None for dense; None too when it couldn't be opened.
     activations: what qdeploy and others make of activations, where that differs.
     kv_scales: stored static scales of the KV cache, by layer, `k` and `v`.
+    notes: what was read in another way than the files say.
     """
 
     path: Path
@@ -84,6 +46,8 @@ class Inspection:
     activations: str | None = None
     kv_scales: dict[int, dict[str, float]] = field(default_factory=dict)
     readers: list[str] = field(default_factory=list)
+    failing_readers: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The object of `qdeploy inspect --json`."""
@@ -97,6 +61,8 @@ class Inspection:
             "bits_per_weight": self.bits_per_weight,
             "kv_scales": {str(layer): scales for layer, scales in self.kv_scales.items()},
             "readers": self.readers,
+            "failing_readers": self.failing_readers,
+            "notes": self.notes,
             "findings": self.findings,
             "manifest": self.manifest.model_dump(mode="json") if self.manifest else None,
         }
@@ -115,6 +81,9 @@ class Inspection:
         if self.kv_scales:
             lines.append(scales_line(self.kv_scales))
         lines.append(f"other readers tested: {'; '.join(self.readers) or 'none'}")
+        if self.failing_readers:
+            lines.append(f"readers that failed: {'; '.join(self.failing_readers)}")
+        lines.extend(f"note: {note}" for note in self.notes)
         lines.extend(f"finding: {finding}" for finding in self.findings)
         return lines
 
@@ -139,14 +108,16 @@ def inspect_artifact(path: Path, verify: bool = False) -> Inspection:
         path=path,
         manifest=checkpoint.manifest,
         findings=findings,
+        notes=checkpoint.notes,
         size_bytes=size,
         loaded_bytes=None if findings else loaded_bytes(checkpoint),
         bits_per_weight=bits_per_weight(checkpoint),
         format=checkpoint.format,
-        scheme=checkpoint.scheme.name if checkpoint.scheme else None,
-        activations=activations_note(checkpoint.scheme) if checkpoint.scheme else None,
+        scheme=checkpoint.scheme_name,
+        activations=activations_note(checkpoint.schemes.values()),
         kv_scales=kv_scales,
         readers=readers_of(checkpoint),
+        failing_readers=failing_readers_of(checkpoint),
     )
 
 
@@ -157,14 +128,19 @@ def _size_bytes(folder: Path) -> int:
 
 
 def readers_of(checkpoint: Checkpoint) -> list[str]:
-    """Engines that read such a checkpoint in our tests; a dense one is transformers' own."""
-    if checkpoint.scheme is None:
-        return ["transformers 5.24"]
-    return [
-        f"{reader.engine} (needs {reader.needs})"
-        for reader in READERS
-        if checkpoint.format in reader.formats and checkpoint.scheme.name in reader.schemes
-    ]
+    """Engines that gave our logits on such a checkpoint in our tests; a dense one is
+    transformers' own.
+    """
+    if checkpoint.format is None:
+        return ["transformers"]
+    return readers_for(checkpoint.format, checkpoint.schemes.values())
+
+
+def failing_readers_of(checkpoint: Checkpoint) -> list[str]:
+    """Engines that were tried on such a checkpoint and didn't give our logits."""
+    if checkpoint.format is None:
+        return []
+    return readers_that_fail(checkpoint.format, checkpoint.schemes.values())
 
 
 def bits_per_weight(checkpoint: Checkpoint) -> float | None:

@@ -203,6 +203,14 @@ class CapacityRecord(_Record):
     kv_bytes_per_token: float | None = None
 
 
+class ExportRecord(_Record):
+    """What `export` converted: the source's name, weight format and weights."""
+
+    source: str
+    format: str
+    sha256: str
+
+
 class Manifest(_Record):
     """The whole of `qdeploy.json` (CONTRACT §2). Immutable: `with_record` gives a new one."""
 
@@ -215,6 +223,7 @@ class Manifest(_Record):
     embeddings: EmbeddingsRecord | None = None
     accuracy: list[AccuracyRecord] = Field(default_factory=list)
     capacity: CapacityRecord = CapacityRecord()
+    exported: ExportRecord | None = None
     files: dict[str, str] = Field(default_factory=dict)
     created_by: dict[str, str] = Field(default_factory=dict)
 

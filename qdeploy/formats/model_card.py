@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from qdeploy.formats.manifest import AccuracyRecord, Manifest, write_atomic
+from qdeploy.formats.readers import readers_for
 from qdeploy.formats.weight_format import activations_note
 from qdeploy.quantization.scheme import QuantScheme
 
@@ -16,14 +18,15 @@ _METRICS = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1_agr
 
 
 def render_card(
-    name: str, manifest: Manifest, method: str | None, scheme: QuantScheme | None
+    name: str, manifest: Manifest, method: str | None, schemes: Sequence[QuantScheme]
 ) -> str:
     """The whole card of an artifact called `name`; method: quant_method of its config, None with
-    scheme None for an unquantized one.
+    no schemes for an unquantized one. The first scheme is most layers'.
     """
     base, kv = manifest.base_model, manifest.kv_cache
-    kind = "unquantized" if scheme is None else f"{method}, {_weights(scheme)}"
-    note = activations_note(scheme) if scheme is not None else None
+    weights = "; some layers ".join(_weights(scheme) for scheme in schemes)
+    kind = f"{method}, {weights}" if schemes else "unquantized"
+    note = activations_note(schemes)
     return "\n".join(
         [
             "---",
@@ -43,6 +46,7 @@ def render_card(
             f"- Embedding and head: {embeddings_line(manifest)}",
             *([f"- Activations: {note}"] if note else []),
             f"- {_calibration(manifest)}",
+            *_export_lines(manifest),
             "",
             "## Accuracy",
             _accuracy_section(manifest),
@@ -51,7 +55,7 @@ def render_card(
             "```",
             "qdeploy serve .",
             "```",
-            "It is also a plain Hugging Face checkpoint; `qdeploy inspect .` names other readers.",
+            f"It is also a plain Hugging Face checkpoint; {_readers(manifest, schemes)}.",
             "",
             "## Recipe",
             "```json",
@@ -101,6 +105,25 @@ def _calibration(manifest: Manifest) -> str:
         f"Calibration: {calibration.source}, {calibration.samples_used} of "
         f"{calibration.samples_requested} samples asked for, {calibration.tokens} tokens"
     )
+
+
+def _readers(manifest: Manifest, schemes: Sequence[QuantScheme]) -> str:
+    """Who else reads it, by our tests."""
+    if not schemes:
+        return "transformers reads it"
+    names = readers_for(str(manifest.recipe.get("format")), schemes)
+    return (
+        f"these gave the same logits in our tests: {'; '.join(names)}"
+        if names
+        else ("no other reader of this format and scheme was tested")
+    )
+
+
+def _export_lines(manifest: Manifest) -> list[str]:
+    source = manifest.exported
+    if source is None:
+        return []
+    return [f"- Converted from `{source.source}` ({source.format}, sha256 `{source.sha256}`)"]
 
 
 def _accuracy_section(manifest: Manifest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.errors import FormatError, UsageError
+from qdeploy.formats.module_schemes import ModuleSchemes, distinct
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 from qdeploy.registry import Registry
 
@@ -63,20 +64,29 @@ class WeightFormat(Protocol):
     def unpack(self, tensors: Mapping[str, Tensor], scheme: QuantScheme) -> QuantizedLinear:
         """The layer from its tensors by local name; FormatError when they are broken."""
 
-    def quantization_config(self, scheme: QuantScheme, ignore: Sequence[str]) -> dict[str, Any]:
-        """config.json's `quantization_config`; `ignore`: full names of linears left dense."""
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]
+    ) -> dict[str, Any]:
+        """config.json's `quantization_config`.
 
-    def parse_config(self, config: Mapping[str, Any]) -> QuantScheme:
-        """The scheme in a `quantization_config`; FormatError for what can't be honoured."""
+        schemes: of every packed linear by full name, at least one; ignore: full names of linears
+        left dense. UsageError, naming a format that can, when their mix can't be held.
+        """
+
+    def parse_config(self, config: Mapping[str, Any]) -> ModuleSchemes:
+        """The schemes in a `quantization_config`; FormatError for what can't be honoured."""
 
 
 WEIGHT_FORMATS: Registry[WeightFormat] = Registry("weight format")
 
 
-def activations_note(scheme: QuantScheme) -> str | None:
+def activations_note(schemes: Iterable[QuantScheme]) -> str | None:
     """Who rounds the activations of such weights, and who doesn't; None where nobody does."""
-    if scheme.activations is None:
-        return None
+    notes = (_activations_note(scheme) for scheme in distinct(schemes) if scheme.activations)
+    return "; ".join(dict.fromkeys(notes)) or None
+
+
+def _activations_note(scheme: QuantScheme) -> str:
     how = "per token" if scheme.activations == "dynamic" else "by a stored scale"
     if scheme.activations == "dynamic" and scheme.group_size != -1:
         how = f"per token and {scheme.group_size} inputs"
@@ -88,12 +98,15 @@ def activations_note(scheme: QuantScheme) -> str | None:
     )
 
 
-def default_format(method: str, scheme: QuantScheme) -> str:
+def default_format(method: str, *schemes: QuantScheme) -> str:
     """The format that `quantize` writes unless told otherwise (CONTRACT §1).
 
-    Raises UsageError when no delivered format holds the scheme.
+    Raises UsageError when no delivered format holds the schemes.
     """
-    if scheme.number == "e4m3":
+    scheme, *others = distinct(schemes)
+    if others:
+        name = "compressed-tensors"
+    elif scheme.number == "e4m3":
         name = default_fp8_format(scheme)
     elif scheme.activations is not None:
         name = "compressed-tensors"
@@ -105,7 +118,8 @@ def default_format(method: str, scheme: QuantScheme) -> str:
         name = "gptq" if scheme.symmetric else "gptq_v2"
     else:
         name = "compressed-tensors"
-    WEIGHT_FORMATS.get(name).check(scheme)
+    for each in schemes:
+        WEIGHT_FORMATS.get(name).check(each)
     return name
 
 
@@ -114,12 +128,23 @@ def default_fp8_format(scheme: QuantScheme) -> str:
     return "compressed-tensors" if scheme.group_size == -1 else "fp8"
 
 
-def refuse_floats(scheme: QuantScheme, format_name: str) -> None:
-    """Raise UsageError for float8, and for inputs that are rounded, in a format of integers."""
+def require_plain_integers(scheme: QuantScheme, format_name: str) -> None:
+    """Raise UsageError for float8, and for 8-bit activations, in a format of integer weights."""
     if scheme.number != "int" or scheme.activations is not None:
+        other = default_fp8_format(scheme) if scheme.number != "int" else "compressed-tensors"
         raise UsageError(
             f"format {format_name} holds integer weights alone, not {scheme.name}; "
-            f"use --format {default_fp8_format(scheme)}",
+            f"use --format {other}",
+            param="format",
+        )
+
+
+def require_dense_head(schemes: Mapping[str, QuantScheme], format_name: str) -> None:
+    """Raise UsageError for a packed head in a format whose readers expect a dense one."""
+    if "lm_head" in schemes:
+        raise UsageError(
+            f"lm_head: format {format_name} can't hold a packed head; "
+            "use --format compressed-tensors",
             param="format",
         )
 

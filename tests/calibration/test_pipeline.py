@@ -119,8 +119,7 @@ def test_q18_group_size_is_recorded_and_changes_the_file(
     for size in (16, 32):
         quantize(llama, tmp_path / str(size), method=method, group_size=size)
         checkpoint = open_checkpoint(tmp_path / str(size))
-        assert checkpoint.scheme is not None
-        assert checkpoint.scheme.group_size == size
+        assert {scheme.group_size for scheme in checkpoint.schemes.values()} == {size}
         scales = checkpoint.linear("model.layers.0.mlp.down_proj").scales  # type: ignore[union-attr]
         assert tuple(scales.shape) == (64, 96 // size)
         digests.add(weights_digest(tmp_path / str(size)))

@@ -142,6 +142,35 @@ def test_q18_options_reach_the_artifact(base: Path, calib: Path, tmp_path: Path)
     assert [config["group_size"] for config in configs] == [16, 32]
 
 
+def test_q18_overrides_and_export_reach_the_files(base: Path, calib: Path, tmp_path: Path) -> None:
+    """Mixed precision from a recipe, then 4 bits converted; the accuracy record is carried."""
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text("method: rtn\noverrides: {'*.down_proj': {bits: 8}}\n")
+    mixed = tmp_path / "mixed"
+    report = result_json(
+        qdeploy(
+            *("quantize", base, "-o", mixed, "--recipe", recipe, "--group-size", 32),
+            *("--gate", "kl<100", "--json"),
+        )
+    )
+    assert report["scheme"] == "W4A16_ASYM + W8A16_ASYM"
+    assert report["accuracy"]
+    refused = qdeploy("export", mixed, "-o", tmp_path / "awq", "--format", "awq")
+    assert refused.exit_code == 2
+    assert "use --format compressed-tensors" in " ".join(refused.output.split())
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    quantized(base, calib, plain, "--method", "rtn", "--gate", "kl<100")
+    options = ("--format", "gptq_v2", "--max-shard-size", "40KB", "--json")
+    exported = result_json(qdeploy("export", plain, "-o", out, *options))
+    assert (exported["lossless"], exported["format"]) == (True, "gptq_v2")
+    assert exported["accuracy_records"] == 1
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    inspection = result_json(qdeploy("inspect", out, "--verify", "--json"))
+    assert (inspection["format"], inspection["findings"]) == ("gptq_v2", [])
+    records = json.loads((plain / "qdeploy.json").read_text())["accuracy"]
+    assert inspection["manifest"]["accuracy"] == records
+
+
 def test_a09_shards_hold_every_tensor_once(base: Path, calib: Path, tmp_path: Path) -> None:
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
     for out, extra in ((whole, ()), (sharded, ("--max-shard-size", "40KB"))):

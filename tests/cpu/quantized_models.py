@@ -104,7 +104,7 @@ def rounded_checkpoint(source: Path, out: Path, kind: WeightKind) -> Path:
             rounded = replace(_rounded(base.tensor(name), scheme), bias=bias)
             writer.add_linear(module, rounded, kind.format)
         manifest = Manifest(base_model=BaseModelRecord(name="tiny"), recipe={}, embeddings=tables)
-        config = WEIGHT_FORMATS.get(kind.format).quantization_config(scheme, [kind.dense])
+        config = WEIGHT_FORMATS.get(kind.format).quantization_config({"m": scheme}, [kind.dense])
         return writer.finish(manifest, config)
 
 

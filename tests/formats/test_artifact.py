@@ -66,7 +66,7 @@ def fill(
 
 
 def write(out: Path, base: TensorFolder, format: str = "awq", **options: Any) -> Path:
-    config = WEIGHT_FORMATS.get(format).quantization_config(SCHEME, ["lm_head"])
+    config = WEIGHT_FORMATS.get(format).quantization_config({"m": SCHEME}, ["lm_head"])
     with ArtifactWriter(out, base, **({"overwrite": False} | options)) as writer:
         fill(writer, base, format)
         return writer.finish(MANIFEST, config)
@@ -366,8 +366,7 @@ def test_fixture_can_be_written_again_as_another_format(tmp_path: Path) -> None:
             layer = source.linear(module)
             assert isinstance(layer, QuantizedLinear)
             writer.add_linear(module, layer, WEIGHT_FORMATS.get("gptq_v2"))
-        assert source.scheme is not None
-        config = WEIGHT_FORMATS.get("gptq_v2").quantization_config(source.scheme, [])
+        config = WEIGHT_FORMATS.get("gptq_v2").quantization_config(source.schemes, [])
         writer.finish(MANIFEST, config)
     converted = open_checkpoint(out)
     for module in source.packed:

@@ -79,17 +79,19 @@ def test_scales_that_float16_would_round_are_refused() -> None:
 
 
 def test_config_is_transformers_own() -> None:
-    config = AWQ.quantization_config(QuantScheme(group_size=64), ["lm_head"])
+    config = AWQ.quantization_config({"m": QuantScheme(group_size=64)}, ["lm_head"])
     assert config == CONFIG | {"modules_to_not_convert": None}
-    ignored = AWQ.quantization_config(QuantScheme(), ["model.layers.0.mlp.up_proj"])
+    ignored = AWQ.quantization_config({"m": QuantScheme()}, ["model.layers.0.mlp.up_proj"])
     assert ignored["modules_to_not_convert"] == ["model.layers.0.mlp.up_proj"]
-    assert AWQ.parse_config(config) == QuantScheme(group_size=64)
+    assert AWQ.parse_config(config).default == QuantScheme(group_size=64)
 
 
 def test_transformers_parses_the_config() -> None:
     from transformers import AwqConfig
 
-    parsed = AwqConfig.from_dict(AWQ.quantization_config(QuantScheme(group_size=32), ["a.b"]))
+    parsed = AwqConfig.from_dict(
+        AWQ.quantization_config({"m": QuantScheme(group_size=32)}, ["a.b"])
+    )
     assert (parsed.bits, parsed.group_size, parsed.zero_point) == (4, 32, True)
     assert parsed.modules_to_not_convert == ["a.b"]
     assert str(parsed.format) in ("gemm", "AwqFormat.GEMM")
@@ -97,9 +99,9 @@ def test_transformers_parses_the_config() -> None:
 
 def test_config_aliases() -> None:
     old = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
-    assert AWQ.parse_config(old) == QuantScheme(group_size=128)
+    assert AWQ.parse_config(old).default == QuantScheme(group_size=128)
     superset = CONFIG | {"checkpoint_format": "gemm", "desc_act": False, "meta": {}, "sym": False}
-    assert AWQ.parse_config(superset) == QuantScheme(group_size=64)
+    assert AWQ.parse_config(superset).default == QuantScheme(group_size=64)
 
 
 @pytest.mark.parametrize(

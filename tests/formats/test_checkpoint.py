@@ -70,14 +70,14 @@ def test_formats_of_equal_codes_dequantize_alike() -> None:
 def test_fixture_schemes_and_scale_dtype() -> None:
     for name in PACKED:
         checkpoint = open_checkpoint(CHECKPOINTS / name)
-        assert checkpoint.scheme is not None
-        assert (checkpoint.scheme.bits, checkpoint.scheme.group_size) == (4, 64)
+        (scheme,) = set(checkpoint.schemes.values())
+        assert (scheme.bits, scheme.group_size) == (4, 64)
         linear = checkpoint.linear(Q_PROJ)
         assert isinstance(linear, QuantizedLinear)
         assert linear.scales.dtype == torch.float16
         assert (linear.g_idx is not None) == (name == "gptq_act")
     dense = open_checkpoint(CHECKPOINTS / "dense")
-    assert (dense.format, dense.scheme, dense.packed) == (None, None, {})
+    assert (dense.format, dense.scheme_name, dense.packed) == (None, None, {})
     assert isinstance(dense.linear(Q_PROJ), Tensor)
     assert dense.has("lm_head.weight")
 
@@ -113,15 +113,14 @@ def test_a11_legacy_config_file(name: str, file: str, tmp_path: Path) -> None:
     del moved["quant_method"]  # what the file is called says it
     (path / f"{file}.json").write_text(json.dumps(moved))
     legacy, modern = open_checkpoint(path), open_checkpoint(CHECKPOINTS / name)
-    assert (legacy.format, legacy.scheme) == (modern.format, modern.scheme)
+    assert (legacy.format, legacy.schemes) == (modern.format, modern.schemes)
     assert torch.equal(legacy.weight(Q_PROJ), modern.weight(Q_PROJ))
 
 
 def test_a11_config_json_wins_over_a_legacy_file(tmp_path: Path) -> None:
     path = copy_checkpoint("gptq", tmp_path / "c")
     (path / "quantize_config.json").write_text('{"bits": 8, "group_size": 32}')
-    scheme = open_checkpoint(path).scheme
-    assert scheme is not None
+    (scheme,) = set(open_checkpoint(path).schemes.values())
     assert (scheme.bits, scheme.group_size) == (4, 64)
 
 

@@ -166,8 +166,8 @@ def test_shapes_that_the_readers_would_truncate_are_refused() -> None:
 
 @pytest.mark.parametrize("scheme", [QuantScheme(symmetric=True), QuantScheme(act_order=True)])
 def test_config_round_trip(scheme: QuantScheme) -> None:
-    config = V2.quantization_config(scheme, ["lm_head"])
-    assert V2.parse_config(config) == scheme
+    config = V2.quantization_config({"m": scheme}, ["lm_head"])
+    assert V2.parse_config(config).default == scheme
     assert config["checkpoint_format"] == "gptq_v2"
     assert config["desc_act"] is scheme.act_order
     assert "dynamic" not in config
@@ -178,14 +178,16 @@ def test_transformers_parses_the_config(name: str) -> None:
     from transformers import GPTQConfig
 
     scheme = QuantScheme(bits=3, group_size=32, symmetric=True, act_order=True)
-    config = WEIGHT_FORMATS.get(name).quantization_config(scheme, [])
+    config = WEIGHT_FORMATS.get(name).quantization_config({"m": scheme}, [])
     parsed = GPTQConfig.from_dict(config)
     assert (parsed.bits, parsed.group_size, parsed.sym, parsed.desc_act) == (3, 32, True, True)
     assert parsed.to_dict()["checkpoint_format"] == name
 
 
 def test_layers_left_dense_become_skip_rules() -> None:
-    config = V1.quantization_config(QuantScheme(symmetric=True), ["model.layers.0.mlp.up_proj"])
+    config = V1.quantization_config(
+        {"m": QuantScheme(symmetric=True)}, ["model.layers.0.mlp.up_proj"]
+    )
     (rule,) = config["dynamic"]
     assert rule.startswith("-:")
     assert re.match(rule[2:], "model.layers.0.mlp.up_proj")
@@ -206,7 +208,8 @@ def test_layers_left_dense_become_skip_rules() -> None:
         {"group_size": 3},
         {"sym": "true"},
         {"desc_act": 1},
-        {"dynamic": {"+:.*down_proj": {"bits": 8}}},
+        {"dynamic": {"+:.*down_proj": {"pack_dtype": "int64"}}},
+        {"dynamic": {"+:(": {"bits": 8}}},
         {"dynamic": [1]},
     ],
 )
@@ -219,4 +222,4 @@ def test_config_that_cannot_be_honoured_is_named(change: dict[str, Any]) -> None
 
 def test_config_harmless_keys() -> None:
     more = {"dynamic": {"-:.*gate": {}, "+:.*": {"bits": 4}}, "meta": {"quantizer": ["x"]}}
-    assert V1.parse_config(CONFIG | more) == QuantScheme(group_size=64, symmetric=True)
+    assert V1.parse_config(CONFIG | more).default == QuantScheme(group_size=64, symmetric=True)

@@ -42,7 +42,7 @@ def theirs(scheme: QuantScheme) -> tuple[Any, Any]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = QuantizationConfig.model_validate(CT.quantization_config(scheme, ["lm_head"]))
+    config = QuantizationConfig.model_validate(CT.quantization_config({"m": scheme}, ["lm_head"]))
     (group,) = config.config_groups.values()
     return BaseCompressor.get_value_from_registry(config.format), group
 

@@ -15,7 +15,7 @@ import qdeploy_kernels
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "registry", "progress", "_resources"}),
     frozenset({"quantization", "formats", "models", "kv", "recipes"}),
-    frozenset({"runtime", "calibration"}),
+    frozenset({"runtime", "calibration", "engines"}),
     frozenset({"server", "bench", "evaluation", "pipeline", "planner", "doctor"}),
     frozenset({"cli"}),
 )

@@ -116,6 +116,8 @@ def load_executor(
     checkpoint = open_checkpoint(path)
     spec = spec_from_config(checkpoint.config)
     shown = Silent() if progress is None else progress
+    for note in checkpoint.notes:
+        shown.warn(note)
     options = ExecutorOptions(kv_config=kv_config, act=act, threads=threads, progress=shown)
     name, why = _choose(backend, spec, options)
     executor = BACKENDS.get(name).load(checkpoint, spec, options)

@@ -1,0 +1,59 @@
+"""GPTQModel 7.6 as an engine: GPTQ at 2, 3, 4 and 8 bits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from qdeploy.engines.base import EngineJob, imported, require_method, require_package
+from qdeploy.errors import CalibrationError
+from qdeploy.quantization.scheme import QuantScheme
+
+NAME = "gptqmodel"
+#: Without it GPTQModel takes every core of the machine, and on a few it hangs.
+_WORKERS = "GPTQMODEL_CPU_WORKERS"
+
+
+@dataclass(frozen=True)
+class GptqModel:
+    """Runs on the CPU; activation order in static groups (GPTQModel's act_group_aware)."""
+
+    def check(self, method: str, scheme: QuantScheme, dense: Sequence[str]) -> None:
+        """Method gptq, any integers."""
+        require_method(NAME, "gptq", method)
+        require_package(NAME, NAME, "gptqmodel==7.6.0")
+
+    def quantize(self, job: EngineJob) -> None:
+        """Its GPTQ on our token sequences, one a batch; written as v2, which holds every zero."""
+        os.environ.setdefault(_WORKERS, str(os.cpu_count() or 1))
+        package: Any = imported(NAME, NAME)
+        scheme = job.scheme
+        config = package.QuantizeConfig(
+            bits=scheme.bits,
+            group_size=scheme.group_size,
+            sym=scheme.symmetric,
+            desc_act=False,
+            format="gptq_v2",
+            dynamic={f"-:^{re.escape(name)}$": {} for name in job.dense} or None,
+            device="cpu",
+            offload_to_disk=False,
+        )
+        try:
+            model = package.GPTQModel.load(str(job.folder), config, device="cpu")
+            model.quantize(_rows(job.sequences), batch_size=1)
+            model.save(str(job.out))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CalibrationError(f"engine {NAME}: {cause}; use --engine native") from error
+
+    def version(self) -> str:
+        """Of the installed package."""
+        return f"{NAME} {version(NAME)}"
+
+
+def _rows(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": list(ids), "attention_mask": [1] * len(ids)} for ids in sequences]
