@@ -102,6 +102,12 @@ def engine_run(plan: QuantPlan, progress: Progress) -> EngineRun | None:
             "--engine native",
             param="overrides",
         )
+    if plan.recipe.kv_cache.needs_statistics:
+        raise UsageError(
+            f"engine {name} takes no statistics of K and V, which this KV policy needs; use "
+            "--engine native or another --kv-cache-dtype",
+            param="kv_cache",
+        )
     engine = ENGINES.get(name)
     engine.check(method, scheme, plan.dense)
     return EngineRun(engine=engine, progress=progress)

@@ -14,6 +14,7 @@ from qdeploy.errors import FormatError, UsageError
 from qdeploy.formats.artifact import DEFAULT_MAX_SHARD_BYTES, ArtifactWriter
 from qdeploy.formats.checkpoint import Checkpoint, open_checkpoint
 from qdeploy.formats.hf import TensorFolder, open_folder
+from qdeploy.formats.kv_scales import CARRIERS, NO_CARRIER, announce_scales, scale_names
 from qdeploy.formats.manifest import BaseModelRecord, ExportRecord, LayerRecord, Manifest
 from qdeploy.formats.weight_format import WEIGHT_FORMATS, WeightFormat
 from qdeploy.progress import Progress, Silent
@@ -22,6 +23,8 @@ from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 #: The `--format` that dequantizes.
 DENSE = "dense"
 _NOT_LINEAR = ("embed_tokens",)
+#: What formats call the static scale of a layer's inputs.
+_INPUT_SCALES = ("input_scale", "activation_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class _Export:
         self.checkpoint, self.folder, self.target = checkpoint, folder, target
         self.lossless = True
         self.schemes = _true_schemes(checkpoint)
+        self.kv_scales = scale_names(checkpoint)
         self.quantization_config()  # what can't be mixed must fail before the work
 
     def write(self, writer: ArtifactWriter, progress: Progress) -> None:
@@ -98,8 +102,14 @@ class _Export:
                 q = _linear(self.checkpoint, module)
                 self._write_linear(writer, module, replace(q, scheme=self.schemes[module]))
                 task.advance(1, module)
+        carried = self.target is not None and self.target.name in CARRIERS
+        if self.kv_scales and not carried:
+            progress.warn(
+                f"{len(self.kv_scales)} scales of the KV cache are left out; {NO_CARRIER}"
+            )
         for name in sorted(self.folder.names()):
-            if name.rpartition(".")[0] not in packed:
+            left_out = name in self.kv_scales and not carried
+            if name.rpartition(".")[0] not in packed and not left_out:
                 writer.add_stored(name, self.folder.tensor(name))
 
     def _write_linear(self, writer: ArtifactWriter, module: str, q: QuantizedLinear) -> None:
@@ -114,6 +124,19 @@ class _Export:
             raise FormatError(
                 f"{module} changed on its way to {self.target.name}; this is a bug, report it"
             )
+        if q.scheme.activations == "static":
+            self._write_input_scale(writer, module, self.target.name)
+
+    def _write_input_scale(self, writer: ArtifactWriter, module: str, target: str) -> None:
+        names = [f"{module}.{n}" for n in _INPUT_SCALES if self.checkpoint.has(f"{module}.{n}")]
+        if target != "compressed-tensors":
+            raise UsageError(
+                f"{module}: format {target} holds no static scales of activations; use "
+                "--format compressed-tensors",
+                param="format",
+            )
+        for name in names[:1]:
+            writer.add_stored(f"{module}.input_scale", self.checkpoint.tensor(name))
 
     def _dense_dtype(self) -> torch.dtype:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -125,7 +148,8 @@ class _Export:
         """The new config; None for dense."""
         if self.target is None:
             return None
-        return self.target.quantization_config(self.schemes, _dense_linears(self.checkpoint))
+        config = self.target.quantization_config(self.schemes, _dense_linears(self.checkpoint))
+        return announce_scales(config) if self.kv_scales else config
 
     def manifest(self, source: str) -> Manifest:
         """The source's, brought up to date; a foreign checkpoint is its own base model."""

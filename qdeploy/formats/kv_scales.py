@@ -58,9 +58,19 @@ def add_scales(
         name = f"model.layers.{stats.layer}"
         for full, tensor in scale_tensors(name, stats.k_scale, stats.v_scale, dtype).items():
             writer.add_scale(full, tensor)
+    return announce_scales(config)
+
+
+def announce_scales(config: dict[str, Any]) -> dict[str, Any]:
+    """The quantization config with what says that scales are stored, if its format has that."""
     if config["quant_method"] != "compressed-tensors":
         return config
     return config | {"kv_cache_scheme": dict(_SCHEME)}
+
+
+def scale_names(checkpoint: Checkpoint) -> set[str]:
+    """Full names of the stored scales."""
+    return {name for name in checkpoint.names() if _SCALE.match(name)}
 
 
 def read_scales(checkpoint: Checkpoint) -> dict[int, dict[str, float]]:

@@ -18,6 +18,7 @@ from qdeploy.formats.convert import export_checkpoint
 from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import AccuracyRecord, read_manifest, write_manifest
 from qdeploy.formats.weight_format import WEIGHT_FORMATS
+from qdeploy.progress import Silent
 from qdeploy.quantization.scheme import QuantizedLinear
 
 INT4 = ("awq", "gptq_v2", "compressed-tensors")
@@ -218,3 +219,22 @@ def test_a11_legacy_configs_and_an_untied_head_survive(tmp_path: Path) -> None:
     made, given = open_folder(tmp_path / "out"), open_folder(source)
     assert torch.equal(made.tensor("lm_head.weight"), given.tensor("lm_head.weight"))
     assert not (tmp_path / "out" / "quantize_config.json").exists()
+
+
+def test_kv_scales_go_where_they_are_read_and_are_named_where_not(tmp_path: Path) -> None:
+    def scales(tensors: dict[str, Tensor]) -> None:
+        for layer in range(2):
+            for name in "kv":
+                tensors[f"model.layers.{layer}.self_attn.{name}_scale"] = torch.tensor([0.25])
+
+    source = copy_checkpoint("gptq", tmp_path / "in", tensors=scales)
+    carried, dropped = tmp_path / "ct", tmp_path / "v2"
+    export_checkpoint(source, carried, "compressed-tensors")
+    name = "model.layers.1.self_attn.v_scale"
+    assert open_folder(carried).tensor(name).item() == 0.25
+    config = json.loads((carried / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"]["num_bits"] == 8
+    progress = Silent()
+    export_checkpoint(source, dropped, "gptq_v2", progress=progress)
+    assert name not in open_folder(dropped).names()
+    assert any("4 scales of the KV cache are left out" in line for line in progress.warnings)
