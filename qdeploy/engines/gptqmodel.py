@@ -14,7 +14,7 @@ from qdeploy.errors import CalibrationError
 from qdeploy.quantization.scheme import QuantScheme
 
 NAME = "gptqmodel"
-#: Without it GPTQModel takes every core of the machine, and on a few it hangs.
+#: Threads of its pools; unset, it hangs on few cores, and fewer than two it refuses.
 _WORKERS = "GPTQMODEL_CPU_WORKERS"
 
 
@@ -29,7 +29,7 @@ class GptqModel:
 
     def quantize(self, job: EngineJob) -> None:
         """Its GPTQ on our token sequences, one a batch; written as v2, which holds every zero."""
-        os.environ.setdefault(_WORKERS, str(os.cpu_count() or 1))
+        os.environ.setdefault(_WORKERS, str(max(2, os.cpu_count() or 1)))
         package: Any = imported(NAME, NAME)
         scheme = job.scheme
         config = package.QuantizeConfig(
@@ -43,7 +43,7 @@ class GptqModel:
             offload_to_disk=False,
         )
         try:
-            model = package.GPTQModel.load(str(job.folder), config, device="cpu")
+            model = package.GPTQModel.load(str(job.folder), config)
             model.quantize(_rows(job.sequences), batch_size=1)
             model.save(str(job.out))
         except Exception as error:

@@ -63,6 +63,7 @@ class ArtifactWriter:
         self._schemes: dict[str, QuantScheme] = {}  # of packed linears
         self._unpacked: set[str] = set()  # packed in the base, dense here
         self._added: set[str] = set()
+        self._omitted: set[str] = set()
         # Looked up now: a link out of the folder must fail before the work, not after it.
         self._companions = _companions(base.path, (*COPIED, "*.py") if code else COPIED)
 
@@ -94,6 +95,10 @@ class ArtifactWriter:
         """Write a tensor that the base model doesn't have and no linear layer belongs to."""
         self._added.add(name)
         self._shards.add(name, tensor)
+
+    def omit(self, name: str) -> None:
+        """Leave a tensor of the base model out on purpose."""
+        self._omitted.add(name)
 
     def add_stored(self, name: str, tensor: Tensor) -> None:
         """Write a tensor as it is, a tied head that was stored, too: it may differ."""
@@ -150,7 +155,7 @@ class ArtifactWriter:
         rewritten = self._schemes.keys() | self._unpacked
         expected = {
             name
-            for name in self._base.names() - tied
+            for name in self._base.names() - tied - self._omitted
             if not name.endswith(_OPTIONAL_SUFFIX) and name.rpartition(".")[0] not in rewritten
         }
         missing = sorted(expected - self._shards.names)

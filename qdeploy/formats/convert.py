@@ -108,8 +108,9 @@ class _Export:
                 f"{len(self.kv_scales)} scales of the KV cache are left out; {NO_CARRIER}"
             )
         for name in sorted(self.folder.names()):
-            left_out = name in self.kv_scales and not carried
-            if name.rpartition(".")[0] not in packed and not left_out:
+            if name in self.kv_scales and not carried:
+                writer.omit(name)
+            elif name.rpartition(".")[0] not in packed:
                 writer.add_stored(name, self.folder.tensor(name))
 
     def _write_linear(self, writer: ArtifactWriter, module: str, q: QuantizedLinear) -> None:

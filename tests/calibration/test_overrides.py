@@ -80,10 +80,10 @@ def test_fp8_with_some_layers_in_integers(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_mixed_run_resumes_alike(llama: Path, tmp_path: Path) -> None:
-    import qdeploy.pipeline as pipeline
+    import qdeploy.calibration.layers as layers
 
     whole = quantize(llama, tmp_path / "whole", method="gptq", overrides=OVERRIDES)
-    original, seen = pipeline.quantize_layer, []
+    original, seen = layers.quantize_layer, []
 
     def killed(*args: Any) -> Any:
         seen.append(args)
@@ -91,12 +91,12 @@ def test_a_killed_mixed_run_resumes_alike(llama: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return original(*args)
 
-    pipeline.quantize_layer = killed
+    layers.quantize_layer = killed
     try:
         with pytest.raises(KeyboardInterrupt):
             quantize(llama, tmp_path / "out", method="gptq", overrides=OVERRIDES)
     finally:
-        pipeline.quantize_layer = original
+        layers.quantize_layer = original
     quantize(llama, tmp_path / "out", method="gptq", overrides=OVERRIDES)
     from qdeploy.formats.hf import open_folder
 

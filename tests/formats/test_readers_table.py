@@ -32,7 +32,7 @@ def test_the_page_has_the_measured_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"), [("gptq", "optimum"), ("gptq_v2", "gptqmodel"), ("ct_asym", "dequantize")]
+    ("name", "needs"), [("awq", "accelerate"), ("gptq_v2", "gptqmodel"), ("ct_asym", "dequantize")]
 )
 def test_readers_of_foreign_checkpoints(name: str, needs: str) -> None:
     assert needs in " ".join(readers_of(open_checkpoint(CHECKPOINTS / name)))
