@@ -10,6 +10,7 @@ from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import LayerContext, LayerOutcome, QuantMethod
 from qdeploy.quantization.rtn import Rtn
 from qdeploy.quantization.scheme import QuantScheme
+from qdeploy.quantization.signround import SignRound
 
 
 def quantize_layer(
@@ -52,6 +53,8 @@ def _first(method: QuantMethod, context: LayerContext) -> LayerOutcome:
     last = context.is_last or len(outcome.outputs) > 0
     if method.needs_calibration and not last and context.forward is not None:
         outcome.outputs = context.forward()
+        if isinstance(method, SignRound) and context.reference_forward is not None:
+            outcome.references = context.reference_forward()
     return outcome
 
 

@@ -44,12 +44,15 @@ def logits(folder: Path, backend: str) -> torch.Tensor:
     return run_chunks(executor, TOKENS, [40])
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq+gptq", "signround"])
 def test_every_layer_gets_its_scheme_and_the_runtime_serves_it(
     method: str, llama: Path, tmp_path: Path
 ) -> None:
-    result = quantize(llama, tmp_path / "out", method=method, overrides=OVERRIDES)
-    plain = quantize(llama, tmp_path / "plain", method=method, format="compressed-tensors")
+    options: dict[str, Any] = {"method": method}
+    if method == "signround":
+        options["iters"] = 4
+    result = quantize(llama, tmp_path / "out", overrides=OVERRIDES, **options)
+    plain = quantize(llama, tmp_path / "plain", format="compressed-tensors", **options)
     assert result.format == "compressed-tensors"
     assert result.scheme == "W4A16_ASYM + FP8_DYNAMIC + W8A16"
     checkpoint = open_checkpoint(tmp_path / "out")

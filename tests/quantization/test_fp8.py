@@ -198,7 +198,7 @@ def test_resuming_gives_the_same_bits(base: Path, tmp_path: Path) -> None:
     q = fp8_quantize(torch.randn(256, 130), fp8_scheme("FP8_BLOCK"))
     store = ResumeStore(tmp_path / "out", {"a": "b"}, Silent(), enabled=True)
     store.save(0, LayerOutcome(linears={"mlp.up_proj": q}), None)
-    found = store.load(0, q.scheme)[0].linears["mlp.up_proj"]
+    found = store.load(0, {"mlp.up_proj": q.scheme})[0].linears["mlp.up_proj"]
     assert torch.equal(found.dequantize(), q.dequantize())
 
 
