@@ -99,8 +99,8 @@ class _Export:
         packed = self.checkpoint.packed
         with progress.task("converting", len(packed)) as task:
             for module in packed:
-                q = _linear(self.checkpoint, module)
-                self._write_linear(writer, module, replace(q, scheme=self.schemes[module]))
+                q = replace(_linear(self.checkpoint, module), scheme=self.schemes[module])
+                self._write_linear(writer, module, q)
                 task.advance(1, module)
         carried = self.target is not None and self.target.name in CARRIERS
         if self.kv_scales and not carried:
@@ -120,24 +120,17 @@ class _Export:
             self.lossless &= torch.equal(rounded.float(), weight)
             writer.add_unpacked(module, rounded, q.bias)
             return
+        if q.input_scale is not None and self.target.name != "compressed-tensors":
+            raise UsageError(
+                f"{module}: format {self.target.name} holds no static scales of activations; use "
+                "--format compressed-tensors",
+                param="format",
+            )
         tensors = writer.add_linear(module, q, self.target)
         if not _same(self.target.unpack(tensors, q.scheme), q):
             raise FormatError(
                 f"{module} changed on its way to {self.target.name}; this is a bug, report it"
             )
-        if q.scheme.activations == "static":
-            self._write_input_scale(writer, module, self.target.name)
-
-    def _write_input_scale(self, writer: ArtifactWriter, module: str, target: str) -> None:
-        names = [f"{module}.{n}" for n in _INPUT_SCALES if self.checkpoint.has(f"{module}.{n}")]
-        if target != "compressed-tensors":
-            raise UsageError(
-                f"{module}: format {target} holds no static scales of activations; use "
-                "--format compressed-tensors",
-                param="format",
-            )
-        for name in names[:1]:
-            writer.add_stored(f"{module}.input_scale", self.checkpoint.tensor(name))
 
     def _dense_dtype(self) -> torch.dtype:
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -185,6 +178,9 @@ def _records(export: _Export) -> list[LayerRecord]:
 def _linear(checkpoint: Checkpoint, module: str) -> QuantizedLinear:
     q = checkpoint.linear(module)
     assert isinstance(q, QuantizedLinear)
+    stored = [f"{module}.{n}" for n in _INPUT_SCALES if checkpoint.has(f"{module}.{n}")]
+    if q.input_scale is None and stored:
+        q.input_scale = checkpoint.tensor(stored[0]).reshape(1)
     return q
 
 
@@ -221,12 +217,12 @@ def _dense_linears(checkpoint: Checkpoint) -> list[str]:
 
 
 def _same(left: QuantizedLinear, right: QuantizedLinear) -> bool:
-    """Equal codes, zero points, scales (as numbers), order of columns and bias."""
+    """Equal codes, zero points, scales (as numbers), order of columns, bias and input scale."""
 
     def equal(a: Tensor | None, b: Tensor | None) -> bool:
         return (a is None and b is None) or (
             a is not None and b is not None and torch.equal(a.float(), b.float())
         )
 
-    parts = ("codes", "zero_points", "scales", "g_idx", "bias")
+    parts = ("codes", "zero_points", "scales", "g_idx", "bias", "input_scale")
     return all(equal(getattr(left, part), getattr(right, part)) for part in parts)
