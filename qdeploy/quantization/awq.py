@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,25 +18,29 @@ from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.quantization.smoothing import smoothing_groups
 
 
-def round_clipped(weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
-    """Nearest codes in ranges shrunk where that lowers the output error; a Rounder.
+@dataclass(frozen=True)
+class NearestRounder:
+    """Nearest codes in ranges shrunk where that lowers the output error (AWQ's clipping).
 
-    AWQ stops there. Here scales are then fitted once more, to these codes and all of H.
+    AWQ stops there. With `refit` scales are then fitted once more, to these codes and all of H.
     """
-    rounded = round_in_clipped_ranges(weight, hessian, scheme)
-    codes, zeros = rounded.codes, rounded.zero_points
-    rounded.scales = refit_scales(weight, dampened(hessian), codes, rounded.scales, zeros)
-    return rounded
 
+    refit: bool = True
 
-def round_in_clipped_ranges(weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
-    """AWQ's own rounding, codes being nearest to the weights; a Rounder."""
-    h = dampened(hessian)
-    size = weight.shape[1] // scheme.groups(weight.shape[1])
-    blocks = [h[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
-    scales, zeros = clip_qparams(weight, scheme, torch.stack(blocks))
-    codes = rtn_quantize(weight, scheme, qparams=(scales, zeros)).codes
-    return Rounded(codes=codes, scales=scales, zero_points=zeros)
+    def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
+        """See Rounder."""
+        h = dampened(hessian)
+        size = weight.shape[1] // scheme.groups(weight.shape[1])
+        blocks = [h[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)]
+        scales, zeros = clip_qparams(weight, scheme, torch.stack(blocks))
+        codes = rtn_quantize(weight, scheme, qparams=(scales, zeros)).codes
+        if self.refit:
+            scales = refit_scales(weight, h, codes, scales, zeros)
+        return Rounded(codes=codes, scales=scales, zero_points=zeros)
+
+    def importance(self, hessian: Tensor, scheme: QuantScheme) -> Tensor:
+        """E[x²] of the feature: errors of different features are taken as independent."""
+        return dampened(hessian).diagonal()
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Awq:
     what rounding still costs.
     """
 
-    rounder: Rounder = round_clipped
+    rounder: Rounder = field(default_factory=NearestRounder)
     needs_calibration: bool = True
 
     def check(self, model_type: str) -> None:
@@ -56,7 +60,7 @@ class Awq:
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """Scale, fold and round; see scale_layer and round_layer."""
-        dense = scale_layer(context)
+        dense = scale_layer(context, self.rounder.importance)
         outcome = round_layer(context, self.rounder)
         outcome.dense = dense
         return outcome

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qdeploy.errors import CalibrationError
 from qdeploy.quantization.folding import fold_groups
-from qdeploy.quantization.hessian import AbsoluteMean
+from qdeploy.quantization.hessian import InputStatistics
 from qdeploy.quantization.method import LayerContext
 from qdeploy.quantization.numerics import fake_quantize
 from qdeploy.quantization.scheme import QuantScheme
@@ -23,144 +22,106 @@ from qdeploy.quantization.smoothing import (
     smoothing_groups,
 )
 
-GRID_POINTS = 20
+#: Powers of |activation| and of |weight| that are tried in all combinations; 0 and 0 is identity.
+ACTIVATION_POWERS = tuple(i / 8 for i in range(9))
+WEIGHT_POWERS = tuple(i / 4 for i in range(5))
+
+#: What a squared rounding error of each input feature costs, [in], given H and the scheme.
+Importance = Callable[[Tensor, QuantScheme], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Scales [source rows] of a group, with the block's output error (mean squared)."""
+    """Scales [source rows] of a group, with the cost of rounding at them and at scale 1."""
 
     scales: Tensor
     loss: float
     identity_loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """How a block was called on one batch, and what it answered."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Tensor
-
-
 @torch.no_grad()
-def scale_layer(context: LayerContext) -> dict[str, Tensor]:
-    """Search and fold scales of every smoothing group, in place, none rounded.
+def scale_layer(context: LayerContext, importance: Importance) -> dict[str, Tensor]:
+    """Search and fold scales of every smoothing group, in place; nothing is rounded.
+
+    AWQ judges scales by the output error of a whole block on a few tokens. Here it is Σ e² over
+    rounding errors e of the weights, each times its feature's importance, which comes from H of
+    all tokens: it costs no forward pass, so that powers of activation and weight can be chosen
+    apart, and with GPTQ's importance it knows which errors GPTQ is going to make up for.
 
     Returns dense parameters that changed (norms, biases, linears that are no target), as stored.
     Raises CalibrationError if the folded layer no longer computes the same function.
     """
     assert context.forward is not None
-    means = {names[0]: AbsoluteMean() for names in context.input_groups}
-    context.forward(means)
-    shared = {name: means[names[0]].mean for names in context.input_groups for name in names}
+    inputs = {names[0]: InputStatistics() for names in context.input_groups}
+    context.forward(inputs)
+    shared = {name: inputs[names[0]] for names in context.input_groups for name in names}
     groups = [
         group
         for group in smoothing_groups(context.model_type)
         if any(name in context.targets for name in group.balance)
     ]
-    return fold_groups(context, {g: _search(context, g, shared).scales for g in groups})
+    return fold_groups(context, {g: _search(context, g, shared, importance) for g in groups})
 
 
-def _search(context: LayerContext, group: SmoothingGroup, means: Mapping[str, Tensor]) -> Choice:
+def _search(
+    context: LayerContext,
+    group: SmoothingGroup,
+    inputs: Mapping[str, InputStatistics],
+    importance: Importance,
+) -> Tensor:
     """Grid search of one group's scales; identity is in the grid, so it can't do harm."""
-    absolute = next(means[name] for name in group.balance if name in means)
-    linears = [context.linear(name) for name in group.balance if name in context.targets]
+    names = [name for name in group.balance if name in context.targets]
+    statistics, scheme = inputs[names[0]], context.scheme
+    weight = torch.cat([context.linear(name).weight.detach() for name in names])
     rows = _source_rows(context, group)
-    x = share_heads(absolute, group, rows, context.head_dim)
-    w = share_heads(_weight_mean(linears, context.scheme), group, rows, context.head_dim)
-    block = context.layer.get_submodule(group.block)
-    calls = record_calls(block, context)
-    choice = search_scales(
-        block, calls, linears, context.scheme, candidates(x, w), context.head_dim
-    )
+    x = share_heads(statistics.absolute_mean, group, rows, context.head_dim)
+    w = share_heads(_weight_mean(weight, scheme), group, rows, context.head_dim)
+    costs = importance(statistics.matrix, scheme)
+    choice = search_scales(weight, costs, scheme, candidates(x, w), context.head_dim)
     if choice is None:
         context.warn(
             f"{context.name}: every AWQ scale of {group.source} gave a loss that is not finite; "
             "scale 1 is kept"
         )
-        return Choice(scales=torch.ones(rows), loss=float("nan"), identity_loss=float("nan"))
-    return choice
+        return torch.ones(rows)
+    return choice.scales
 
 
 def candidates(x: Tensor, w: Tensor) -> Iterator[Tensor]:
-    """Identity, then x^r / w^(1−r) for r from 0 to 1 inclusive, normalized to √(max·min) = 1.
+    """x^a / w^b for all powers, identity first, normalized to √(max·min) = 1.
 
-    x: mean |activation| and w: mean relative |weight| of each feature, [rows], float32.
+    x: mean |activation| and w: mean relative |weight| of each feature, [rows], float32. AWQ's own
+    grids are a = r, b = 0 and, "duo", b = 1 − r.
     """
-    yield torch.ones_like(x)
-    for i in range(GRID_POINTS):
-        r = i / (GRID_POINTS - 1)
-        scales = (x.pow(r) / (w.pow(1 - r) + 1e-4)).clamp(min=1e-4)
-        scales = scales / (scales.max() * scales.min()).sqrt()
-        yield torch.where(scales.isfinite() & (scales > 0), scales, torch.ones_like(scales))
+    for a in ACTIVATION_POWERS:
+        for b in WEIGHT_POWERS:
+            scales = (x.pow(a) / (w.pow(b) + 1e-4)).clamp(min=1e-4)
+            scales = scales / (scales.max() * scales.min()).sqrt()
+            yield torch.where(scales.isfinite() & (scales > 0), scales, torch.ones_like(scales))
 
 
 def search_scales(
-    block: nn.Module,
-    calls: Sequence[Call],
-    linears: Sequence[nn.Linear],
-    scheme: QuantScheme,
-    tries: Iterator[Tensor],
-    head_dim: int,
+    weight: Tensor, costs: Tensor, scheme: QuantScheme, tries: Iterator[Tensor], head_dim: int
 ) -> Choice | None:
-    """The scales of least mean squared error of the block's output; None if none is finite."""
+    """The scales of least cost Σ e² c, e the rounding error; None if none is finite.
+
+    weight: [out, in], all linears of a group; costs: c of each feature, [in].
+    """
     best: Choice | None = None
     identity = float("nan")
-    with _kept_weights(linears) as originals:
-        for number, scales in enumerate(tries):
-            columns = expand_heads(scales, linears[0].in_features, head_dim)
-            for linear, original in zip(linears, originals, strict=True):
-                linear.weight.data = fake_quantize(original * columns, scheme).div_(columns)
-            loss = _block_loss(block, calls)
-            identity = loss if number == 0 else identity
-            if torch.isfinite(torch.tensor(loss)) and (best is None or loss < best.loss):
-                best = Choice(scales=scales, loss=loss, identity_loss=identity)
+    for number, scales in enumerate(tries):
+        columns = expand_heads(scales, weight.shape[1], head_dim)
+        error = fake_quantize(weight * columns, scheme).div_(columns).sub_(weight)
+        loss = (error.square_().sum(0) @ costs).item()
+        identity = loss if number == 0 else identity
+        if math.isfinite(loss) and (best is None or loss < best.loss):
+            best = Choice(scales=scales, loss=loss, identity_loss=identity)
     return best
 
 
-def record_calls(block: nn.Module, context: LayerContext) -> list[Call]:
-    """Arguments and outputs of a block on the search batches, as the layer itself calls it."""
-    seen: list[Call] = []
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.append(Call(args, kwargs, _first(output)))
-
-    handle = block.register_forward_hook(hook, with_kwargs=True)
-    try:
-        for batch in context.search_batches:
-            context.layer(batch.hidden, **batch.kwargs)
-    finally:
-        handle.remove()
-    if not seen:
-        raise CalibrationError(f"{context.name}: calibration did not reach {block}")
-    return seen
-
-
-def _block_loss(block: nn.Module, calls: Sequence[Call]) -> float:
-    total, count = 0.0, 0
-    for call in calls:
-        error = _first(block(*call.args, **call.kwargs)) - call.output
-        total += error.square().sum(dtype=torch.float64).item()
-        count += error.numel()
-    return total / count
-
-
-@contextmanager
-def _kept_weights(linears: Sequence[nn.Linear]) -> Iterator[list[Tensor]]:
-    originals = [linear.weight.data for linear in linears]
-    try:
-        yield originals
-    finally:
-        for linear, original in zip(linears, originals, strict=True):
-            linear.weight.data = original
-
-
-def _weight_mean(linears: Sequence[nn.Linear], scheme: QuantScheme) -> Tensor:
+def _weight_mean(weight: Tensor, scheme: QuantScheme) -> Tensor:
     """Mean over all rows of |W| relative to its group's largest, [in]."""
-    weight = torch.cat([linear.weight.detach() for linear in linears]).abs()
-    grouped = weight.view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
+    grouped = weight.abs().view(weight.shape[0], scheme.groups(weight.shape[1]), -1)
     return (grouped / (grouped.amax(-1, keepdim=True) + 1e-6)).mean(0).reshape(-1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from qdeploy.quantization.hessian import DAMPENING, dampened
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.numerics import grouped_range, range_qparams
 from qdeploy.quantization.refine import move_codes, refit_scales
-from qdeploy.quantization.rounding import Rounded, round_layer
+from qdeploy.quantization.rounding import Rounded, Rounder, round_layer
 from qdeploy.quantization.rtn import rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
 
@@ -177,23 +177,39 @@ def _permutation(diagonal: Tensor, group_size: int, order: Order) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gptq:
-    """Linears in order of execution; each sees the inputs that quantized earlier ones give."""
+class GptqRounder:
+    """gptq_quantize as a Rounder."""
 
-    needs_calibration: bool = True
     order: Order = "group"
     search: bool = True
     rounds: int = ROUNDS
+
+    def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
+        """See gptq_quantize."""
+        return gptq_quantize(
+            weight, hessian, scheme, order=self.order, search=self.search, rounds=self.rounds
+        )
+
+    def importance(self, hessian: Tensor, scheme: QuantScheme) -> Tensor:
+        """Variance of a feature that those after it don't explain: later columns can't make up
+        for that part of an error (GPTQ's loss is Σ e² / U², U the factor's diagonal).
+        """
+        factor, permutation, _ = _factorize(hessian, scheme, self.order)
+        if factor is None:
+            return dampened(hessian).diagonal()
+        return factor.diagonal().pow(-2)[torch.argsort(permutation)]
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Linears in order of execution; each sees the inputs that quantized earlier ones give."""
+
+    rounder: Rounder = field(default_factory=GptqRounder)
+    needs_calibration: bool = True
 
     def check(self, model_type: str) -> None:
         """Any architecture."""
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """See round_layer."""
-        return round_layer(context, self.round)
-
-    def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
-        """A Rounder."""
-        return gptq_quantize(
-            weight, hessian, scheme, order=self.order, search=self.search, rounds=self.rounds
-        )
+        return round_layer(context, self.rounder)

@@ -53,25 +53,24 @@ def dampened(hessian: Tensor, share: float = DAMPENING) -> Tensor:
     return result
 
 
-class AbsoluteMean:
-    """Mean |x| of each input feature over all tokens: AWQ's measure of what is salient."""
+class InputStatistics(Hessian):
+    """H, and mean |x| of each input feature: AWQ's measure of what is salient."""
 
     def __init__(self) -> None:
-        self.rows = 0
-        self._sum: Tensor | None = None
+        super().__init__()
+        self._absolute: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> None:
-        rows = rows.reshape(-1, rows.shape[-1])
-        total = rows.abs().sum(0, dtype=torch.float32)
-        self._sum = total if self._sum is None else self._sum + total
-        self.rows += rows.shape[0]
+        super().__call__(rows)
+        total = rows.reshape(-1, rows.shape[-1]).abs().sum(0, dtype=torch.float32)
+        self._absolute = total if self._absolute is None else self._absolute + total
 
     @property
-    def mean(self) -> Tensor:
+    def absolute_mean(self) -> Tensor:
         """[in], float32; raises ValueError before the first row."""
-        if self._sum is None or not self.rows:
+        if self._absolute is None or not self.rows:
             raise ValueError("no rows were observed")
-        return self._sum / self.rows
+        return self._absolute / self.rows
 
 
 class AbsoluteMax:

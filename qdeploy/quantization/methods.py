@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qdeploy.quantization.awq import Awq
 from qdeploy.quantization.fp8 import Fp8
-from qdeploy.quantization.gptq import Gptq
+from qdeploy.quantization.gptq import Gptq, GptqRounder
 from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.rtn import Rtn
 from qdeploy.quantization.scheme import QuantScheme
@@ -14,7 +14,7 @@ from qdeploy.registry import Registry
 
 METHODS: Registry[QuantMethod] = Registry("method")
 METHODS.add("awq", Awq())
-METHODS.add("awq+gptq", Awq(rounder=Gptq().round))
+METHODS.add("awq+gptq", Awq(rounder=GptqRounder()))
 METHODS.add("gptq", Gptq())
 METHODS.add("signround", SignRound())
 METHODS.add("rtn", Rtn())

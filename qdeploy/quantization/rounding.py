@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,8 +43,14 @@ class Rounded:
         ]
 
 
-#: Rounds a weight [out, in], float32, by H = E[x xᵀ], [in, in]; modifies neither.
-Rounder = Callable[[Tensor, Tensor, QuantScheme], Rounded]
+class Rounder(Protocol):
+    """Rounds one weight by H = E[x xᵀ], [in, in]; modifies neither."""
+
+    def round(self, weight: Tensor, hessian: Tensor, scheme: QuantScheme) -> Rounded:
+        """Codes of weight [out, in], float32."""
+
+    def importance(self, hessian: Tensor, scheme: QuantScheme) -> Tensor:
+        """What a squared rounding error of each input feature costs in the output, [in]."""
 
 
 @torch.no_grad()
@@ -76,7 +83,7 @@ def _round_shared(
     """Linears that share an input are one tall matrix: rows don't interact."""
     linears = [context.linear(name) for name in names]
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    result = rounder(weight, hessian, context.scheme)
+    result = rounder.round(weight, hessian, context.scheme)
     if result.fallback is not None:
         context.warn(f"{context.name}: H of {', '.join(names)} has no factor; rounded to nearest")
     parts = result.split([linear.out_features for linear in linears])

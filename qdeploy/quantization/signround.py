@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qdeploy.quantization.awq import round_in_clipped_ranges
+from qdeploy.quantization.awq import NearestRounder
 from qdeploy.quantization.awq_scales import scale_layer
 from qdeploy.quantization.block_tuning import BlockTuning, Samples, TuningResult
 from qdeploy.quantization.learned_rounding import LearnedRounding
@@ -96,10 +96,11 @@ def _start(context: LayerContext) -> tuple[dict[str, Tensor], dict[str, LearnedR
 
     Returns the dense parameters that folding changed, and what is to be learned, from there on.
     """
-    dense = scale_layer(context) if context.model_type in GROUPS else {}
+    rounder = NearestRounder(refit=False)
+    dense = scale_layer(context, rounder.importance) if context.model_type in GROUPS else {}
     weights = {name: context.linear(name).weight.detach().clone() for name in context.targets}
     few = replace(context, forward=context.search_forward, is_last=True)
-    start = round_layer(few, round_in_clipped_ranges)
+    start = round_layer(few, rounder)
     return dense, {name: LearnedRounding(weights[name], q) for name, q in start.linears.items()}
 
 

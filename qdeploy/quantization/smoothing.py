@@ -20,20 +20,19 @@ class SmoothingGroup:
     """Names are relative to the decoder layer.
 
     source: the norm or linear whose output is divided by s
-    balance: linears that read it; block: module whose output judges the scales, "" for the layer
+    balance: linears that read it
     offset: the norm multiplies by 1 + w (Gemma), not by w
     per_kv_head: source has a row per KV head, balance a column per query head (GQA)
     """
 
     source: str
     balance: tuple[str, ...]
-    block: str
     offset: bool = False
     per_kv_head: bool = False
 
 
-def _norm(source: str, balance: tuple[str, ...], block: str, *, offset: bool) -> SmoothingGroup:
-    return SmoothingGroup(source=source, balance=balance, block=block, offset=offset)
+def _norm(source: str, balance: tuple[str, ...], *, offset: bool = False) -> SmoothingGroup:
+    return SmoothingGroup(source=source, balance=balance, offset=offset)
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -41,19 +40,18 @@ _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _OUT = SmoothingGroup(
     source="self_attn.v_proj",
     balance=("self_attn.o_proj",),
-    block="self_attn.o_proj",
     per_kv_head=True,
 )
-_DOWN = SmoothingGroup(source="mlp.up_proj", balance=("mlp.down_proj",), block="mlp.down_proj")
+_DOWN = SmoothingGroup(source="mlp.up_proj", balance=("mlp.down_proj",))
 _ATTENTION_NORM, _MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
 def _pre_norm(*, mlp_norm: str = _MLP_NORM, offset: bool = False) -> tuple[SmoothingGroup, ...]:
     """A norm before attention, another before the MLP."""
     return (
-        _norm(_ATTENTION_NORM, _QKV, "self_attn", offset=offset),
+        _norm(_ATTENTION_NORM, _QKV, offset=offset),
         _OUT,
-        _norm(mlp_norm, _GATE_UP, "mlp", offset=offset),
+        _norm(mlp_norm, _GATE_UP, offset=offset),
         _DOWN,
     )
 
@@ -72,15 +70,15 @@ GROUPS: Mapping[str, tuple[SmoothingGroup, ...]] = {
     "gemma": _pre_norm(offset=True),
     "gemma2": _pre_norm(mlp_norm=_BEFORE_MLP, offset=True),
     # q_norm and k_norm make smoothing of q and k worse than none (llm-compressor 2522).
-    "gemma3_text": (_OUT, _norm(_BEFORE_MLP, _GATE_UP, "mlp", offset=True), _DOWN),
+    "gemma3_text": (_OUT, _norm(_BEFORE_MLP, _GATE_UP, offset=True), _DOWN),
     "olmo2": _POST_NORM,
     "exaone4": _POST_NORM,
-    # Attention and MLP side by side behind one norm; only the whole layer sees both.
-    "cohere": (_norm(_ATTENTION_NORM, (*_QKV, *_GATE_UP), "", offset=False), _OUT, _DOWN),
+    # Attention and MLP side by side behind one norm.
+    "cohere": (_norm(_ATTENTION_NORM, (*_QKV, *_GATE_UP)), _OUT, _DOWN),
     # Fused projections: a slice of one can't be divided on its own.
     "phi3": (
-        _norm(_ATTENTION_NORM, ("self_attn.qkv_proj",), "self_attn", offset=False),
-        _norm(_MLP_NORM, ("mlp.gate_up_proj",), "mlp", offset=False),
+        _norm(_ATTENTION_NORM, ("self_attn.qkv_proj",)),
+        _norm(_MLP_NORM, ("mlp.gate_up_proj",)),
     ),
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qdeploy.quantization.gptq import gptq_quantize
-from qdeploy.quantization.hessian import BAND, DAMPENING, AbsoluteMean, Hessian, dampened
+from qdeploy.quantization.hessian import BAND, DAMPENING, Hessian, InputStatistics, dampened
 from qdeploy.quantization.numerics import dequantize
 from qdeploy.quantization.rounding import Rounded
 from qdeploy.quantization.rtn import rtn_quantize
@@ -173,14 +173,14 @@ def test_h_is_summed_in_bands_and_made_symmetric() -> None:
 
 def test_absolute_mean_is_over_all_tokens() -> None:
     inputs = torch.randn(7, 12)
-    means = AbsoluteMean()
+    means = InputStatistics()
     means(inputs[:3])
     means(inputs[3:].view(1, 4, 12))
-    torch.testing.assert_close(means.mean, inputs.abs().mean(0))
+    torch.testing.assert_close(means.absolute_mean, inputs.abs().mean(0))
 
 
 def test_statistics_of_nothing_are_an_error() -> None:
     with pytest.raises(ValueError, match="no rows"):
         _ = Hessian().matrix
     with pytest.raises(ValueError, match="no rows"):
-        _ = AbsoluteMean().mean
+        _ = InputStatistics().absolute_mean

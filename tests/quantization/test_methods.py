@@ -12,7 +12,7 @@ from qdeploy.errors import CalibrationError
 from qdeploy.quantization import awq_scales, smoothing
 from qdeploy.quantization.awq import Awq
 from qdeploy.quantization.awq_clip import clip_qparams
-from qdeploy.quantization.awq_scales import Call, candidates, search_scales
+from qdeploy.quantization.awq_scales import candidates, search_scales
 from qdeploy.quantization.gptq import Gptq
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.methods import METHODS
@@ -27,7 +27,6 @@ from qdeploy.quantization.rtn import Rtn, rtn_quantize
 from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.quantization.smoothing import GROUPS
 from quantization.layer_contexts import layer_context, tiny
-from tiny_models import ARCHITECTURES
 
 
 @torch.no_grad()
@@ -66,40 +65,55 @@ def test_awq_and_gptq_beat_rtn_on_the_layers_output(arch: str) -> None:
     assert layer_error(arch, METHODS.get("awq+gptq")) < 1.1 * min(scaled, compensated)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_awq_scales_never_lose_to_identity(arch: str) -> None:
-    context = layer_context(tiny(arch))
-    linear = context.linear("mlp.down_proj")
-    rows = torch.randn(64, linear.in_features) * torch.rand(linear.in_features).mul(3).exp()
-    with torch.no_grad():
-        calls = [Call((rows,), {}, linear(rows))]
-        tries = candidates(rows.abs().mean(0), linear.weight.abs().mean(0))
-        choice = search_scales(linear, calls, [linear], context.scheme, tries, 16)
+def salient(features: int) -> tuple[Tensor, Tensor]:
+    """A weight [32, features], and mean |x| of features of which some are much larger."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, features, generator=generator)
+    return weight, torch.rand(features, generator=generator).mul(4).exp()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_awq_scales_lower_the_cost_and_never_lose_to_identity(symmetric: bool) -> None:
+    weight, x = salient(64)
+    scheme = QuantScheme(bits=4, group_size=32, symmetric=symmetric)
+    tries = candidates(x, weight.abs().mean(0))
+    choice = search_scales(weight, x.square(), scheme, tries, 16)
     assert choice is not None
-    assert choice.loss <= choice.identity_loss
+    assert choice.loss < 0.8 * choice.identity_loss
+    error = fake_quantize(weight, scheme) - weight
+    expected = (error.square() * x.square()).sum().item()
+    assert choice.identity_loss == pytest.approx(expected, rel=1e-5)
+    # A scale that belongs to the features the other way round is worse than none.
+    backwards = iter([torch.ones(64), 1 / choice.scales])
+    kept = search_scales(weight, x.square(), scheme, backwards, 16)
+    assert kept is not None
+    assert torch.equal(kept.scales, torch.ones(64))
 
 
-def test_search_puts_the_weights_back() -> None:
-    context = layer_context(tiny("llama"))
-    before = {name: p.clone() for name, p in context.layer.named_parameters()}
-    linear = context.linear("mlp.down_proj")
-    rows = torch.randn(8, linear.in_features)
-    with torch.no_grad():
-        calls = [Call((rows,), {}, linear(rows))]
-        tries = candidates(rows.abs().mean(0), torch.ones(linear.in_features))
-        search_scales(linear, calls, [linear], context.scheme, tries, 16)
-    for name, parameter in context.layer.named_parameters():
-        assert torch.equal(parameter, before[name])
-
-
-def test_grid_has_identity_and_both_ends() -> None:
+def test_grid_has_identity_and_both_of_awqs_own_grids() -> None:
     x, w = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.25])
     tries = list(candidates(x, w))
-    assert len(tries) == 21
-    assert torch.equal(tries[0], torch.ones(2))
-    torch.testing.assert_close(tries[1][1] / tries[1][0], torch.tensor(4.0), rtol=1e-2, atol=0)
-    torch.testing.assert_close(tries[20][1] / tries[20][0], torch.tensor(4.0), rtol=1e-2, atol=0)
+    assert len(tries) == 45
+    torch.testing.assert_close(tries[0], torch.ones(2))
+    ratios = [float(scales[1] / scales[0]) for scales in tries]
+    for power in (0.25, 0.5, 1.0):
+        assert any(ratio == pytest.approx(4**power, rel=1e-3) for ratio in ratios)  # b = 0
+    duo = 4**0.5 / 0.25**0.5
+    assert any(ratio == pytest.approx(duo, rel=1e-2) for ratio in ratios)
     assert all(torch.isfinite(scales).all() for scales in candidates(torch.zeros(2), w))
+
+
+def test_gptq_knows_what_later_columns_make_up_for() -> None:
+    """Of two equal features the error of one costs nothing that the other can't repair."""
+    inputs = torch.randn(500, 16, generator=torch.Generator().manual_seed(0))
+    inputs[:, 9] = inputs[:, 3] + 0.01 * torch.randn(500)
+    hessian = inputs.t() @ inputs / 500
+    scheme = QuantScheme(bits=4, group_size=8)
+    costs = METHODS.get("awq+gptq").rounder.importance(hessian, scheme)  # type: ignore[attr-defined]
+    nearest = Awq().rounder.importance(hessian, scheme)
+    torch.testing.assert_close(nearest, hessian.diagonal() * 1.01, rtol=1e-2, atol=0)
+    assert costs[[3, 9]].min() < 0.05 * nearest[3]
+    assert (costs <= nearest * (1 + 1e-4)).all()
 
 
 def test_q02_every_loss_not_finite_keeps_scale_one_with_a_named_warning() -> None:

@@ -108,7 +108,7 @@ def test_groups_name_modules_that_exist(arch: str) -> None:
     for group in GROUPS[arch]:
         for name in group.balance:
             assert isinstance(layer.get_submodule(name), nn.Linear)
-        assert isinstance(layer.get_submodule(group.block), nn.Module)
+        assert isinstance(layer.get_submodule(group.source), nn.Module)
 
 
 def test_gemma3_keeps_its_attention_norm() -> None:
