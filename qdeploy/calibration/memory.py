@@ -18,11 +18,12 @@ from qdeploy.calibration.walk import BATCH_TOKENS
 from qdeploy.errors import CapacityError
 
 #: float32 copies of the largest two linears that a method holds at once, about.
-_COPIES = {"rtn": 4, "fp8": 6, "awq": 7, "gptq": 7}
+_COPIES = {"rtn": 4, "fp8": 6, "awq": 7, "gptq": 7, "awq+gptq": 7}
 _OTHER_COPIES = 12
-#: Methods with second moments of whole inputs: sum, mean, permuted, damped and three factors.
-_WITH_HESSIAN = frozenset({"gptq"})
-_HESSIANS = 7
+#: Methods with second moments of whole inputs: sums of all inputs of a layer (less than two of
+#: the widest), mean, permuted, damped and three factors.
+_WITH_HESSIAN = frozenset({"awq", "gptq", "awq+gptq"})
+_HESSIANS = 8
 #: Methods that train all linears of a layer at once, with copies of all of it: weights, offsets,
 #: squares, two states to go back to, gradients; and with the unquantized model's activations.
 _TRAINS = frozenset({"signround"})

@@ -53,7 +53,7 @@ def scale_layer(context: LayerContext, importance: Importance) -> dict[str, Tens
     """
     assert context.forward is not None
     inputs = {names[0]: InputStatistics() for names in context.input_groups}
-    context.forward(inputs)
+    context.forward(inputs, stop_after=context.input_groups[-1][0])
     shared = {name: inputs[names[0]] for names in context.input_groups for name in names}
     groups = [
         group
