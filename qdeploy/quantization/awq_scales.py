@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +128,3 @@ def _source_rows(context: LayerContext, group: SmoothingGroup) -> int:
     source = context.layer.get_submodule(group.source)
     assert isinstance(source.weight, Tensor)
     return int(source.weight.shape[0])
-
-
-def _first(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor

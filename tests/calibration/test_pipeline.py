@@ -19,6 +19,7 @@ from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import read_manifest
 from qdeploy.pipeline import QuantizeResult, quantize_checkpoint
 from qdeploy.progress import Silent
+from qdeploy.quantization.scheme import QuantizedLinear
 from qdeploy.recipes import parse_recipe
 from tiny_models import ARCHITECTURES, tiny_checkpoint
 
@@ -90,7 +91,7 @@ def stored_bits(source: Path, out: Path) -> float:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "rtn"])
 def test_end_to_end(arch: str, method: str, tmp_path: Path) -> None:
     source = tiny_checkpoint(arch, tmp_path / "model")
     result = quantize(source, tmp_path / "out", method=method)
@@ -109,6 +110,21 @@ def test_end_to_end(arch: str, method: str, tmp_path: Path) -> None:
     assert mean_kl(source, tmp_path / "out") < 0.5
     assert not list(tmp_path.glob("*resume*"))
     assert json.dumps(result.layers)  # plain data, for --json
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, False), (3, True), (8, False)])
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "rtn"])
+def test_other_bits_are_written_and_read_back(
+    method: str, bits: int, symmetric: bool, llama: Path, tmp_path: Path
+) -> None:
+    quantize(llama, tmp_path / "out", method=method, bits=bits, symmetric=symmetric)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.scheme is not None
+    assert (checkpoint.scheme.bits, checkpoint.scheme.symmetric) == (bits, symmetric)
+    q = checkpoint.linear("model.layers.0.mlp.down_proj")
+    assert isinstance(q, QuantizedLinear)
+    assert q.codes.max() == q.scheme.max_code
+    assert mean_kl(llama, tmp_path / "out") < {2: 6.0, 3: 1.5, 8: 1e-3}[bits]
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
@@ -269,7 +285,7 @@ def kill_after(layers: int, source: Path, out: Path, method: str) -> None:
             quantize(source, out, method=method)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "rtn"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_q11_a_killed_run_resumes_to_the_same_bits(
     method: str, layers: int, llama: Path, tmp_path: Path

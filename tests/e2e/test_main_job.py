@@ -48,7 +48,9 @@ def quantized(folder: Path, method: str, symmetric: bool) -> QuantizeResult:
     return quantize_checkpoint(SMOLLM2, folder / f"{method}-{symmetric}", recipe)
 
 
-@pytest.mark.parametrize(("method", "symmetric"), [("awq", False), ("gptq", True)])
+@pytest.mark.parametrize(
+    ("method", "symmetric"), [("awq", False), ("awq+gptq", False), ("gptq", True)]
+)
 def test_q20_method_beats_rounding_at_the_same_scheme(
     tmp_path: Path, method: str, symmetric: bool
 ) -> None:
