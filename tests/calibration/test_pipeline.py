@@ -124,7 +124,7 @@ def test_other_bits_are_written_and_read_back(
     q = checkpoint.linear("model.layers.0.mlp.down_proj")
     assert isinstance(q, QuantizedLinear)
     assert q.codes.max() == q.scheme.max_code
-    assert mean_kl(llama, tmp_path / "out") < {2: 6.0, 3: 1.5, 8: 1e-3}[bits]
+    assert mean_kl(llama, tmp_path / "out") < {2: 6.0, 3: 1.5, 8: 5e-3}[bits]
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
