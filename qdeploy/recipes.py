@@ -21,8 +21,6 @@ SchemeName = Literal["FP8_DYNAMIC", "FP8_BLOCK", "FP8", "W8A8"]
 OverrideName = Literal["FP8_DYNAMIC", "FP8_BLOCK"]
 #: Methods that W8A8 goes with: AWQ's scales are searched for exact activations.
 W8A8_METHODS = ("rtn", "gptq")
-#: SmoothQuant's alpha unless a recipe says otherwise.
-DEFAULT_ALPHA = 0.8
 #: Keys of a recipe that only integers have.
 INTEGER_KEYS = ("bits", "group_size", "symmetric")
 #: Keys of a recipe that only a method which trains has.
@@ -160,8 +158,9 @@ class Recipe(_Section):
     symmetric: bool = False
     format: Literal["auto", "awq", "gptq", "gptq_v2", "compressed-tensors", "fp8"] = "auto"
     ignore: tuple[str, ...] = ()
-    #: With scheme W8A8: alpha, how much of the activations' range moves into the weights, or off.
-    smoothquant: Annotated[float, Field(ge=0, le=1)] | Literal["off"] | None = None
+    #: With scheme W8A8: SmoothQuant's alpha, how much of the activations' range moves into the
+    #: weights; auto (unless given): searched for each group of linears; off.
+    smoothquant: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "off"] | None = None
     #: With method signround: training steps a layer (200 unless given), and their first size, in
     #: rounding steps (1 / iters unless given).
     iters: int | None = Field(default=None, ge=1)
@@ -203,11 +202,11 @@ class Recipe(_Section):
         return w8a8_scheme() if self.scheme == "W8A8" else None
 
     @property
-    def alpha(self) -> float | None:
+    def alpha(self) -> float | Literal["auto"] | None:
         """SmoothQuant's alpha; None where layers aren't smoothed."""
         if self.scheme != "W8A8" or self.smoothquant == "off":
             return None
-        return DEFAULT_ALPHA if self.smoothquant is None else float(self.smoothquant)
+        return "auto" if self.smoothquant is None else self.smoothquant
 
     @property
     def calibrates(self) -> bool:

@@ -18,7 +18,7 @@ from qdeploy.quantization.method import LayerBatch
 from qdeploy.recipes import KVSection
 
 #: Tokens on which policies are tried: whole sequences, spread over the calibration text.
-TRIAL_TOKENS = 4096
+TRIAL_TOKENS = 2048
 
 
 class KVCalibration:

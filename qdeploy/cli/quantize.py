@@ -39,7 +39,7 @@ def quantize(
     group_size: Annotated[str | None, typer.Option(help="A number, -1 or auto.")] = None,
     symmetric: Annotated[bool | None, typer.Option("--symmetric/--asymmetric")] = None,
     smoothquant: Annotated[
-        str | None, typer.Option(help="Alpha of W8A8's smoothing, 0 to 1, or off; default 0.8.")
+        str | None, typer.Option(help="Alpha of W8A8's smoothing, 0 to 1; auto: searched; off.")
     ] = None,
     format: Annotated[
         str | None, typer.Option(help="auto, awq, gptq, gptq_v2, compressed-tensors or fp8.")

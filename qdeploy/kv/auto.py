@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qdeploy.errors import CalibrationError
 from qdeploy.kv.config import KVCacheConfig, LayerPolicy
-from qdeploy.kv.trial import AttentionCall, TrialError, try_policy
+from qdeploy.kv.trial import AttentionCall, TrialError, attend, try_policy
 from qdeploy.quantization.scheme import E4M3_MAX
 
 #: What a layer's attention outputs may lose. KL grows with the square: SmolLM2's layers lose 0.036
@@ -110,8 +110,9 @@ class LayerObserver:
 
     def try_policies(self, call: AttentionCall, configs: Sequence[KVCacheConfig]) -> None:
         """Add what each policy does to the call's outputs."""
+        exact = attend(call, call.k, call.v, 0, call.q.shape[2])
         for config in configs:
-            try_policy(call, config, self._trials.setdefault(config.key, TrialError()))
+            try_policy(call, exact, config, self._trials.setdefault(config.key, TrialError()))
 
     def stats(self) -> KVLayerStats:
         """CalibrationError, naming the layer, before the first call and for NaN or infinity."""

@@ -58,10 +58,13 @@ class TrialError:
         return (self.error / self.norm) ** 0.5 if self.norm else float(self.error > 0)
 
 
-def try_policy(call: AttentionCall, config: KVCacheConfig, total: TrialError) -> None:
+def try_policy(
+    call: AttentionCall, exact: Tensor, config: KVCacheConfig, total: TrialError
+) -> None:
     """Add to `total` what reading `call` through the KV policy does to its outputs.
 
-    A sealed block that the window hides from a query counts as read: it can do no harm.
+    exact: the outputs on K and V as they are, `attend(call, call.k, call.v, 0, tokens)`. A sealed
+    block that the window hides from a query counts as read: it can do no harm.
     """
     size, tokens = config.block_size, call.q.shape[2]
     layout = _layout(call, config)
@@ -72,10 +75,10 @@ def try_policy(call: AttentionCall, config: KVCacheConfig, total: TrialError) ->
         rows = slice(newest * size, (newest + 1) * size)
         k[:, :, rows], v[:, :, rows] = layout.unseal(layout.seal(k[:, :, rows], v[:, :, rows]))
         low, high = block * size, min((block + 1) * size, tokens)
-        exact = attend(call, call.k, call.v, low, high)
-        error = (attend(call, k, v, low, high) - exact).double().square().sum()
+        expected = exact[:, :, low:high]
+        error = (attend(call, k, v, low, high) - expected).double().square().sum()
         total.error += error.item()
-        total.norm += exact.double().square().sum().item()
+        total.norm += expected.double().square().sum().item()
         total.queries += (high - low) * call.q.shape[0]
 
 

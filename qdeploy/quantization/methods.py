@@ -9,7 +9,7 @@ from qdeploy.quantization.method import QuantMethod
 from qdeploy.quantization.rtn import Rtn
 from qdeploy.quantization.scheme import QuantScheme
 from qdeploy.quantization.signround import SignRound
-from qdeploy.quantization.smoothquant import Smoothed
+from qdeploy.quantization.smoothquant import Alpha, Smoothed
 from qdeploy.registry import Registry
 
 METHODS: Registry[QuantMethod] = Registry("method")
@@ -21,7 +21,7 @@ METHODS.add("rtn", Rtn())
 METHODS.add("fp8", Fp8())
 
 
-def method_for(name: str, scheme: QuantScheme, alpha: float | None) -> QuantMethod:
+def method_for(name: str, scheme: QuantScheme, alpha: Alpha | None) -> QuantMethod:
     """The method `name` for a scheme: static activations are calibrated; with `alpha`, layers are
     smoothed first (SmoothQuant).
     """

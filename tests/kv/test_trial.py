@@ -30,6 +30,11 @@ def make_call(tokens: int, *, window: int = 0, seed: int = 0) -> AttentionCall:
     return AttentionCall(q=q, k=k, v=v, mask=mask, scale=DIM**-0.5)
 
 
+def measure(call: AttentionCall, config: KVCacheConfig, total: TrialError) -> None:
+    exact = attend(call, call.k, call.v, 0, call.q.shape[2])
+    try_policy(call, exact, config, total)
+
+
 def one_query(call: AttentionCall, row: int, head: int, t: int, config: KVCacheConfig) -> Tensor:
     """Attention of one query, each block read as `reads_sealed` says: no code of `trial`."""
     bits = BITS.get(config.dtype, (8, 8))
@@ -61,7 +66,7 @@ def test_the_error_is_that_of_every_query_by_the_position_rule(
         dtype=dtype, block_size=BLOCK, sink_blocks=sinks, residual_blocks=residual
     )
     total = TrialError()
-    try_policy(call, config, total)
+    measure(call, config, total)
     error = norm = 0.0
     first = (sinks + residual + 1) * BLOCK
     for t in range(first, tokens):
@@ -78,13 +83,13 @@ def test_the_error_is_that_of_every_query_by_the_position_rule(
 
 def test_calls_add_up_and_short_ones_say_nothing() -> None:
     config, total, twice = KVCacheConfig(dtype="int4", block_size=BLOCK), TrialError(), TrialError()
-    try_policy(make_call(2 * BLOCK), config, total)
+    measure(make_call(2 * BLOCK), config, total)
     assert total.queries == 0
     assert math.isnan(total.relative)
     call = make_call(40)
-    try_policy(call, config, total)
+    measure(call, config, total)
     for _ in range(2):
-        try_policy(call, config, twice)
+        measure(call, config, twice)
     assert twice.queries == 2 * total.queries
     assert twice.relative == pytest.approx(total.relative)
 
@@ -92,7 +97,7 @@ def test_calls_add_up_and_short_ones_say_nothing() -> None:
 def test_the_call_is_left_as_it_was() -> None:
     call = make_call(40)
     before = call.k.clone(), call.v.clone()
-    try_policy(call, KVCacheConfig(dtype="int4", block_size=BLOCK), TrialError())
+    measure(call, KVCacheConfig(dtype="int4", block_size=BLOCK), TrialError())
     assert torch.equal(call.k, before[0])
     assert torch.equal(call.v, before[1])
     assert attend(call, call.k, call.v, 0, 40).shape == call.q.shape
@@ -102,12 +107,12 @@ def test_more_bits_lose_less_and_zeros_lose_nothing() -> None:
     call, errors = make_call(64), {}
     for dtype in ("int4", "k8v4", "int8"):
         total = TrialError()
-        try_policy(call, KVCacheConfig(dtype=dtype, block_size=BLOCK), total)
+        measure(call, KVCacheConfig(dtype=dtype, block_size=BLOCK), total)
         errors[dtype] = total.relative
     assert errors["int4"] > errors["k8v4"] > 4 * errors["int8"] > 0
     silent = AttentionCall(q=call.q, k=call.k, v=torch.zeros_like(call.v), mask=None, scale=1)
     total = TrialError()
-    try_policy(silent, KVCacheConfig(dtype="int4", block_size=BLOCK), total)
+    measure(silent, KVCacheConfig(dtype="int4", block_size=BLOCK), total)
     assert total.relative == 0
 
 

@@ -10,8 +10,16 @@ from qdeploy.errors import UsageError
 from qdeploy.quantization.hessian import AbsoluteMax
 from qdeploy.quantization.method import LayerContext
 from qdeploy.quantization.methods import METHODS, method_for
+from qdeploy.quantization.numerics import fake_quantize
 from qdeploy.quantization.scheme import fp8_scheme, w8a8_scheme
-from qdeploy.quantization.smoothquant import Smoothed, smooth_layer, smoothing_scales
+from qdeploy.quantization.smoothquant import (
+    ALPHAS,
+    Alpha,
+    Smoothed,
+    round_rows,
+    smooth_layer,
+    smoothing_scales,
+)
 from qdeploy.recipes import parse_recipe
 from quantization.layer_contexts import layer_context, tiny
 from tiny_models import ARCHITECTURES
@@ -49,13 +57,14 @@ def rounded_outputs(context: LayerContext) -> Tensor:
     return outputs
 
 
+@pytest.mark.parametrize("alpha", [0.8, "auto"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_smoothing_keeps_the_function_and_helps_rounded_inputs(arch: str) -> None:
+def test_smoothing_keeps_the_function_and_helps_rounded_inputs(arch: str, alpha: Alpha) -> None:
     context = layer_context(tiny(arch), scheme=w8a8_scheme())
     assert context.forward is not None
     exact = torch.cat([output.flatten() for output in context.forward()])
     before = (rounded_outputs(context) - exact).norm()
-    dense = smooth_layer(context, 0.8)
+    dense = smooth_layer(context, alpha)
     after = torch.cat([output.flatten() for output in context.forward()])
     assert (after - exact).norm() < 1e-4 * exact.norm()
     assert (rounded_outputs(context) - exact).norm() < before
@@ -63,6 +72,45 @@ def test_smoothing_keeps_the_function_and_helps_rounded_inputs(arch: str) -> Non
     if arch == "gemma3_text":  # its own query and key norms make smoothing of q and k worse
         norms = {"pre_feedforward_layernorm.weight"}
     assert set(dense) == norms
+
+
+def loss(context: LayerContext) -> float:
+    """Error of every linear's outputs, inputs and weights rounded, relative, summed."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> None:
+        def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen[name] = inputs[0].flatten(0, -2)
+
+        handles.append(context.linear(name).register_forward_pre_hook(hook))
+
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    for name in context.targets:
+        keep(name)
+    context.layer(context.search_batches[0].hidden, **context.search_batches[0].kwargs)
+    for handle in handles:
+        handle.remove()
+    total = 0.0
+    for name, rows in seen.items():
+        weight = context.linear(name).weight.detach()
+        exact = rows @ weight.t()
+        found = round_rows(rows) @ fake_quantize(weight, context.scheme).t()
+        total += ((found - exact).norm() / exact.norm()).square().item()
+    return total
+
+
+@torch.no_grad()
+def test_searched_smoothing_is_at_least_as_good_as_any_one_alpha() -> None:
+    def smoothed(alpha: Alpha | None) -> float:
+        context = layer_context(tiny("llama"), scheme=w8a8_scheme(), tokens=64)
+        if alpha is not None:
+            smooth_layer(context, alpha)
+        return loss(context)
+
+    best = smoothed("auto")
+    others = [smoothed(alpha) for alpha in (None, *ALPHAS)]
+    assert best <= 1.05 * min(others)
+    assert best < 0.9 * others[0]
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -120,8 +168,10 @@ def test_recipes_that_contradict_themselves(recipe: dict[str, object], message: 
         parse_recipe(recipe, "test")
 
 
-@pytest.mark.parametrize(("value", "alpha"), [(None, 0.8), (0.5, 0.5), (0, 0.0), ("off", None)])
-def test_alpha(value: object, alpha: float | None) -> None:
+@pytest.mark.parametrize(
+    ("value", "alpha"), [(None, "auto"), ("auto", "auto"), (0.5, 0.5), (0, 0.0), ("off", None)]
+)
+def test_alpha(value: object, alpha: object) -> None:
     recipe = parse_recipe({"scheme": "W8A8", "method": "rtn", "smoothquant": value}, "test")
     assert recipe.alpha == alpha
     assert recipe.calibrates == (alpha is not None)
