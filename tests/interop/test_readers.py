@@ -56,17 +56,24 @@ KINDS = {
     "packed 8": ints(CT, 8),
     "float rows": floats(CT, 1, -1),
     "float blocks": floats(CT, 128, 128),
+    "int8 rows": ints(CT, 8),
+    "float tensors": floats(CT, -1, -1),
     "mixed": ints(CT),
     "mixed with floats": ints(CT),
     "fp8": floats("fp8", 128, 128),
 }
-#: Layers of other schemes in the mixed checkpoint.
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "mixed": {"*.down_proj": {"bits": 8}},
-    "mixed with floats": {
-        "*.down_proj": {"bits": 8},
-        "model.layers.0.*": {"scheme": "FP8_DYNAMIC"},
+#: Those that `quantize` itself makes, by their recipes.
+W4: dict[str, Any] = {"method": "rtn", "group_size": 32, "symmetric": True}
+RECIPES: dict[str, dict[str, Any]] = {
+    "int8 rows": {"method": "rtn", "scheme": "W8A8", "smoothquant": "off"},
+    "float tensors": {
+        "method": "fp8",
+        "scheme": "FP8",
+        "calibration": {"samples": 4, "seqlen": 64},
     },
+    "mixed": W4 | {"overrides": {"*.down_proj": {"bits": 8}}},
+    "mixed with floats": W4
+    | {"overrides": {"*.down_proj": {"bits": 8}, "model.layers.0.*": {"scheme": "FP8_DYNAMIC"}}},
 }
 
 
@@ -97,6 +104,7 @@ FAILS = {
     ("packed 4 asymmetric", False),  # transformers has the zero points' shape wrong
     ("float rows", False),
     ("float blocks", False),
+    ("float tensors", False),
     ("mixed with floats", False),
     ("mixed", True),  # transformers' dequantizer takes the first group of a config for all
     ("mixed with floats", True),
@@ -111,7 +119,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp("readers")
-            make = _mixed if name in OVERRIDES else _plain
+            make = _quantized if name in RECIPES else _plain
             made[name] = make(folder, name)
         return made[name]
 
@@ -122,10 +130,10 @@ def _plain(folder: Path, name: str) -> Path:
     return quantized_checkpoint("llama", folder, KINDS[name], **SIZES)
 
 
-def _mixed(folder: Path, name: str) -> Path:
+def _quantized(folder: Path, name: str) -> Path:
     source = tiny_checkpoint("llama", folder / "base", **SIZES)
-    recipe = {"method": "rtn", "group_size": 32, "symmetric": True, "overrides": OVERRIDES[name]}
-    return quantize_checkpoint(str(source), folder / "out", parse_recipe(recipe, "test")).output
+    recipe = parse_recipe(RECIPES[name], "test")
+    return quantize_checkpoint(str(source), folder / "out", recipe).output
 
 
 @pytest.fixture(scope="module")
