@@ -25,6 +25,8 @@ W8A8_METHODS = ("rtn", "gptq")
 INTEGER_KEYS = ("bits", "group_size", "symmetric")
 #: Keys of a recipe that only a method which trains has.
 TRAINING_KEYS = ("iters", "lr")
+#: Methods that round by second moments of a linear's inputs.
+HESSIAN_METHODS = ("awq", "gptq", "awq+gptq")
 #: `--scheme` of integers: bits and symmetry.
 INTEGER_SCHEMES: dict[str, tuple[int, bool]] = {
     "W4A16": (4, True),
@@ -161,6 +163,8 @@ class Recipe(_Section):
     #: With scheme W8A8: SmoothQuant's alpha, how much of the activations' range moves into the
     #: weights; auto (unless given): searched for each group of linears; off.
     smoothquant: Annotated[float, Field(ge=0, le=1)] | Literal["auto", "off"] | None = None
+    #: With awq and gptq: a pass over the layer for each linear, which sees all quantized before it.
+    true_sequential: bool = False
     #: With method signround: training steps a layer (200 unless given), and their first size, in
     #: rounding steps (1 / iters unless given).
     iters: int | None = Field(default=None, ge=1)
@@ -188,6 +192,11 @@ class Recipe(_Section):
             for key in INTEGER_KEYS:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect on {what}; leave it out")
+        if self.true_sequential and self.method not in HESSIAN_METHODS:
+            raise ValueError(
+                f"true_sequential needs method {', '.join(HESSIAN_METHODS)}, not {self.method}; "
+                "leave it out"
+            )
         for key in TRAINING_KEYS:
             if self.method != "signround" and getattr(self, key) is not None:
                 raise ValueError(f"{key} needs method signround, not {self.method}; leave it out")

@@ -136,7 +136,7 @@ def make_plan(folder: TensorFolder, walk: DecoderWalk | None, recipe: Recipe) ->
 def _method(recipe: Recipe) -> QuantMethod:
     """The method, with the recipe's options when it has any."""
     scheme = recipe.named_scheme() or recipe.integer_scheme(-1)
-    method = method_for(recipe.method, scheme, recipe.alpha)
+    method = method_for(recipe.method, scheme, recipe.alpha, recipe.true_sequential)
     if isinstance(method, SignRound):
         return method.configured(recipe.iters, recipe.lr, recipe.calibration.seed)
     return method

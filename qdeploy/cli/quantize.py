@@ -62,6 +62,13 @@ def quantize(
         list[str] | None, typer.Option(help="Keep layers that match dense; repeatable.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the calibration order.")] = None,
+    true_sequential: Annotated[
+        bool | None,
+        typer.Option(
+            "--true-sequential/--one-pass",
+            help="awq, gptq: a pass for each linear after those before it; slower.",
+        ),
+    ] = None,
     iters: Annotated[int | None, typer.Option(help="signround: steps a layer; 200.")] = None,
     lr: Annotated[float | None, typer.Option(help="signround: first step; 1/iters.")] = None,
     resume: Annotated[bool, typer.Option("--resume/--no-resume")] = True,
@@ -91,6 +98,7 @@ def quantize(
         "smoothquant": _number(smoothquant),
         "format": format,
         "ignore": tuple(ignore) if ignore else None,
+        "true_sequential": true_sequential,
         "iters": iters,
         "lr": lr,
         "quantize_embeddings": quantize_embeddings,
@@ -215,11 +223,13 @@ def _kind(method: str, scheme: str | None) -> tuple[bool, bool]:
 
 def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any], recipe: Recipe) -> None:
     """A recipe's keys of a scheme by bits and groups say nothing to a named one, and the other way
-    round; those of training say nothing to methods that don't.
+    round; those of training and of second moments say nothing to methods without.
     """
-    from qdeploy.recipes import INTEGER_KEYS, TRAINING_KEYS
+    from qdeploy.recipes import HESSIAN_METHODS, INTEGER_KEYS, TRAINING_KEYS
 
     keys: tuple[str, ...] = () if data["method"] == "signround" else TRAINING_KEYS
+    if data["method"] not in HESSIAN_METHODS:
+        keys += ("true_sequential",)
     if _kind(data["method"], data["scheme"]) != _kind(recipe.method, recipe.scheme):
         named = data["method"] == "fp8" or flags["scheme"]
         keys += (*INTEGER_KEYS, "format") if named else ("scheme", "smoothquant")

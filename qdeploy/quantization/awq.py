@@ -52,6 +52,7 @@ class Awq:
     """
 
     rounder: Rounder = field(default_factory=NearestRounder)
+    true_sequential: bool = False
     needs_calibration: bool = True
 
     def check(self, model_type: str) -> None:
@@ -61,6 +62,6 @@ class Awq:
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """Scale, fold and round; see scale_layer and round_layer."""
         dense = scale_layer(context, self.rounder.importance)
-        outcome = round_layer(context, self.rounder)
+        outcome = round_layer(context, self.rounder, true_sequential=self.true_sequential)
         outcome.dense = dense
         return outcome

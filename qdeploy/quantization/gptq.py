@@ -205,6 +205,7 @@ class Gptq:
     """Linears in order of execution; each sees the inputs that quantized earlier ones give."""
 
     rounder: Rounder = field(default_factory=GptqRounder)
+    true_sequential: bool = False
     needs_calibration: bool = True
 
     def check(self, model_type: str) -> None:
@@ -212,4 +213,4 @@ class Gptq:
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """See round_layer."""
-        return round_layer(context, self.rounder)
+        return round_layer(context, self.rounder, true_sequential=self.true_sequential)

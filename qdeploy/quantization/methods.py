@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qdeploy.quantization.awq import Awq
 from qdeploy.quantization.fp8 import Fp8
 from qdeploy.quantization.gptq import Gptq, GptqRounder
@@ -21,11 +23,15 @@ METHODS.add("rtn", Rtn())
 METHODS.add("fp8", Fp8())
 
 
-def method_for(name: str, scheme: QuantScheme, alpha: Alpha | None) -> QuantMethod:
+def method_for(
+    name: str, scheme: QuantScheme, alpha: Alpha | None, true_sequential: bool = False
+) -> QuantMethod:
     """The method `name` for a scheme: static activations are calibrated; with `alpha`, layers are
-    smoothed first (SmoothQuant).
+    smoothed first (SmoothQuant); true_sequential: see round_layer.
     """
     method = METHODS.get(name)
+    if isinstance(method, Awq | Gptq):
+        method = replace(method, true_sequential=true_sequential)
     if scheme.number == "e4m3" and scheme.activations == "static":
         method = Fp8(needs_calibration=True)
     return method if alpha is None else Smoothed(method, alpha)

@@ -15,6 +15,9 @@ from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
 from qdeploy.quantization.rtn import stored_bias
 from qdeploy.quantization.scheme import QuantizedLinear, QuantScheme
 
+#: A linear whose error has more than this share of its output's power is named in a warning.
+LOUD_ERROR = 0.5
+
 
 @dataclass(slots=True, kw_only=True)
 class Rounded:
@@ -107,10 +110,23 @@ def _round_shared(
         )
         outcome.linears[name] = q
         dequantized = q.dequantize()
-        error = dequantized - linear.weight
-        loss = ((error @ hessian) * error).sum().item() / linear.out_features
+        loss = _power(dequantized - linear.weight, hessian)
+        _warn_if_loud(context, name, loss, _power(linear.weight, hessian))
         linear.weight.data = dequantized
         report = LinearReport(
             name=name, loss=loss, dampening=part.dampening, fallback=part.fallback, seconds=seconds
         )
         outcome.reports.append(report)
+
+
+def _power(weight: Tensor, hessian: Tensor) -> float:
+    """Mean square of the outputs that a weight [out, in] gives."""
+    return ((weight @ hessian) * weight).sum().item() / len(weight)
+
+
+def _warn_if_loud(context: LayerContext, name: str, loss: float, power: float) -> None:
+    if loss > LOUD_ERROR * power:
+        context.warn(
+            f"{context.name}.{name}: rounding errors are {loss / power:.0%} of its output's power; "
+            "keep it dense with --ignore, or give it more bits"
+        )

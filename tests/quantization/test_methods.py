@@ -12,8 +12,9 @@ from qdeploy.errors import CalibrationError
 from qdeploy.quantization import awq_scales, smoothing
 from qdeploy.quantization.awq import Awq
 from qdeploy.quantization.awq_clip import clip_qparams
-from qdeploy.quantization.awq_scales import candidates, search_scales
-from qdeploy.quantization.gptq import Gptq
+from qdeploy.quantization.awq_scales import candidates, scale_layer, search_scales
+from qdeploy.quantization.gptq import Gptq, GptqRounder
+from qdeploy.quantization.hessian import Hessian
 from qdeploy.quantization.method import LayerContext, LayerOutcome
 from qdeploy.quantization.methods import METHODS
 from qdeploy.quantization.numerics import (
@@ -168,6 +169,50 @@ def test_gptq_feeds_on_quantized_inputs_and_names_the_error() -> None:
         ("mlp.gate_proj", "mlp.up_proj"),
         ("mlp.down_proj",),
     ]
+
+
+@pytest.mark.parametrize("method", [Awq(true_sequential=True), Gptq(true_sequential=True)])
+def test_true_sequential_shows_each_linear_what_quantized_ones_give(method: Awq | Gptq) -> None:
+    """Its H of down_proj is that of the finished layer; one pass has that of an earlier state."""
+
+    def last_losses(method: Awq | Gptq) -> tuple[float, float]:
+        context = layer_context(tiny("llama"))
+        before = context.linear("mlp.down_proj").weight.detach().clone()
+        if isinstance(method, Awq):
+            before = before * scaled_columns(context)
+        outcome = method.quantize_layer(context)
+        hessian = Hessian()
+        context.forward({"mlp.down_proj": hessian})  # type: ignore[misc]
+        error = outcome.linears["mlp.down_proj"].dequantize() - before
+        reported = next(r.loss for r in outcome.reports if r.name == "mlp.down_proj")
+        assert reported is not None
+        return reported, ((error @ hessian.matrix) * error).sum().item() / len(error)
+
+    reported, actual = last_losses(method)
+    assert reported == pytest.approx(actual, rel=1e-3)
+    reported, actual = last_losses(dataclasses.replace(method, true_sequential=False))
+    assert reported != pytest.approx(actual, rel=1e-3)
+
+
+def scaled_columns(context: LayerContext) -> Tensor:
+    """What AWQ multiplies the columns of down_proj by."""
+    other = layer_context(tiny("llama"))
+    before = other.linear("mlp.down_proj").weight.detach().clone()
+    scale_layer(other, Awq().rounder.importance)
+    return (other.linear("mlp.down_proj").weight / before).mean(0)
+
+
+def test_q16_a_linear_that_rounding_ruins_is_named() -> None:
+    warnings: list[str] = []
+    scheme = QuantScheme(bits=2, group_size=32, symmetric=True)
+    context = layer_context(tiny("llama"), scheme=scheme, warn=warnings.append)
+    # Two bits can't hold one huge weight beside those that matter.
+    weight = context.linear("mlp.down_proj").weight.data
+    weight[:, ::32] = 1e4 * weight.abs().max()
+    context.linear("mlp.up_proj").weight.data[::32] = 0
+    Gptq(rounder=GptqRounder(search=False, rounds=0)).quantize_layer(context)
+    assert any("model.layers.0.mlp.down_proj: rounding errors are" in text for text in warnings)
+    assert not any("q_proj" in text for text in warnings)
 
 
 def test_gptq_without_a_factor_reports_rtn() -> None:
