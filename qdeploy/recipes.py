@@ -192,9 +192,9 @@ class Recipe(_Section):
             for key in INTEGER_KEYS:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect on {what}; leave it out")
-        if self.true_sequential and self.method not in HESSIAN_METHODS:
+        if self.true_sequential and (self.method not in HESSIAN_METHODS or self.engine != "native"):
             raise ValueError(
-                f"true_sequential needs method {', '.join(HESSIAN_METHODS)}, not {self.method}; "
+                f"true_sequential needs the native engine and method {', '.join(HESSIAN_METHODS)}; "
                 "leave it out"
             )
         for key in TRAINING_KEYS:
