@@ -14,7 +14,7 @@ from qdeploy.quantization.learned_rounding import LearnedRounding, RoundingState
 from qdeploy.quantization.method import LayerBatch, layer_output, one_sequence
 
 #: Tokens of one step's sequences, and of those that judge an iterate (in float32).
-STEP_TOKENS = 1024
+STEP_TOKENS = 512
 JUDGE_TOKENS = 2048
 #: Iterates judged, evenly spread over the second half of the steps: rates are small by then.
 JUDGED_ITERATES = 3

@@ -20,7 +20,7 @@ FACTOR_LIMITS = (0.25, 1.5)
 MEMORY = 0.9
 LARGEST_STEP = 1 / (1 - MEMORY) ** 0.5
 #: Elements worked on at a time: they and their temporaries stay in a core's cache.
-CHUNK_ELEMENTS = 1 << 16
+CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,9 @@ class LearnedRounding:
         position.add_(self._offsets[rows])
         rounded = position.round_()
         codes = rounded.clamp(0, self.scheme.max_code)
-        inside = gradient * (codes == rounded)
-        outside = gradient - inside
+        # 1 where the range ends, as a float: masks are slow to make and to multiply by.
+        outside = (rounded - codes).abs_().clamp_(max=1).mul_(gradient)
+        inside = gradient - outside
         by_scale = (inside * (codes - zeros).sub_(ratio)).sum(-1)
         if self.scheme.symmetric:
             by_low, by_high = None, by_scale + (outside * (codes - zeros)).sum(-1)
