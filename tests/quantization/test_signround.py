@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from qdeploy.quantization import block_tuning
 from qdeploy.quantization.awq import Awq
-from qdeploy.quantization.block_tuning import BlockTuning, Samples
+from qdeploy.quantization.block_tuning import BlockTuning, Samples, TuningResult
 from qdeploy.quantization.learned_rounding import MAX_OFFSET, LearnedRounding
 from qdeploy.quantization.method import LayerBatch, LayerContext, LayerOutcome
 from qdeploy.quantization.rtn import rtn_quantize
@@ -271,3 +272,20 @@ def test_a_loss_that_is_not_finite_keeps_the_start_with_a_named_warning() -> Non
     assert {report.loss for report in outcome.reports} == {None}
     assert any("model.layers.2" in text and "SignRound" in text for text in warnings)
     assert all(q.dequantize().isfinite().all() for q in outcome.linears.values())
+
+
+def test_a_loss_that_turns_infinite_goes_back_to_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not to a better iterate from before: what diverges later wasn't sound."""
+    losses = iter([1.0, 0.5, math.inf])
+    monkeypatch.setattr(BlockTuning, "_judge", lambda self: next(losses))
+    weight, rows = torch.randn(8, 16), correlated(32, 16)
+    start = rtn_quantize(weight, QuantScheme(bits=2, group_size=16))
+    rounding = LearnedRounding(weight, start)
+    samples = Samples([LayerBatch(hidden=rows, kwargs={})], [rows @ weight.t()])
+    layer = Rows(weight)
+    tuning = BlockTuning(layer, {"linear": rounding}, samples, dtype=torch.float32, seed=0)
+    result = tuning.run(12, 0.1)
+    assert result == TuningResult(start_loss=1.0, loss=1.0, finite=False)
+    assert torch.equal(rounding.result().codes, start.codes)
