@@ -1,7 +1,7 @@
 """SignRound: learn rounding and clipping by signed gradients (Cheng et al. 2023, arXiv 2309.05516).
 
-Departures from the paper (docs/adr/0008): training starts at AWQ's folded weights and clipped
-ranges, not at round-to-nearest; the layer is fed what quantized earlier layers give and is trained
+Departures from the paper (docs/adr/0008): training starts at AWQ's clipped ranges, not at min-max;
+the layer is fed what quantized earlier layers give and is trained
 on what the unquantized model gives (auto-round does, too); errors are relative to each token's
 norm; a step is the gradient over its recent root mean square, not its sign; iterates are judged on
 fixed sequences in float32, not by the loss of their own minibatch.
@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 
 from qdeploy.quantization.awq import NearestRounder
-from qdeploy.quantization.awq_scales import scale_layer
 from qdeploy.quantization.block_tuning import BlockTuning, Samples, TuningResult
 from qdeploy.quantization.learned_rounding import LearnedRounding
 from qdeploy.quantization.method import LayerContext, LayerOutcome, LinearReport
 from qdeploy.quantization.numerics import forward_dtype
 from qdeploy.quantization.rounding import round_layer
-from qdeploy.quantization.smoothing import GROUPS
 
 DEFAULT_ITERS = 200
 #: What a layer falls back to.
-START = "awq"
+START = "rtn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class SignRound:
         return replace(self, iters=iters, lr=1 / iters if lr is None else lr, seed=seed)
 
     def check(self, model_type: str) -> None:
-        """Any architecture; those that AWQ doesn't know start without its scales."""
+        """Any architecture."""
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:
         """`loss` is the squared error of the whole layer's output relative to its square, mean over
@@ -62,13 +60,13 @@ class SignRound:
         assert context.reference_forward is not None
         start = time.monotonic()
         targets = context.reference_forward()  # before anything changes the layer
-        dense, roundings = _start(context)
+        roundings = _start(context)
         result = self._train(context, roundings, targets)
         if not result.finite:
             context.warn(
                 f"{context.name}: SignRound's loss is not finite; {START}'s rounding stays"
             )
-        outcome = LayerOutcome(linears={}, dense=dense)
+        outcome = LayerOutcome(linears={})
         for name, rounding in roundings.items():
             q = rounding.result()
             outcome.linears[name] = q
@@ -91,17 +89,12 @@ class SignRound:
         return tuning.run(self.iters, self.lr)
 
 
-def _start(context: LayerContext) -> tuple[dict[str, Tensor], dict[str, LearnedRounding]]:
-    """AWQ's scales, folded, where its map of the architecture is known, and clipped ranges.
-
-    Returns the dense parameters that folding changed, and what is to be learned, from there on.
-    """
-    rounder = NearestRounder(refit=False)
-    dense = scale_layer(context, rounder.importance) if context.model_type in GROUPS else {}
+def _start(context: LayerContext) -> dict[str, LearnedRounding]:
+    """Nearest codes in clipped ranges, by a few of the tokens, and what is to be learned there."""
     weights = {name: context.linear(name).weight.detach().clone() for name in context.targets}
     few = replace(context, forward=context.search_forward, is_last=True)
-    start = round_layer(few, rounder)
-    return dense, {name: LearnedRounding(weights[name], q) for name, q in start.linears.items()}
+    start = round_layer(few, NearestRounder(refit=False))
+    return {name: LearnedRounding(weights[name], q) for name, q in start.linears.items()}
 
 
 def _reports(context: LayerContext, result: TuningResult, start: float) -> list[LinearReport]:
