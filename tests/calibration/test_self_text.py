@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qdeploy.calibration.self_model import own_sequences
 from qdeploy.calibration.self_text import Script, make_script, sample_sequences
 from qdeploy.errors import UsageError
+from qdeploy.evaluation.gate import parse_gate
+from qdeploy.evaluation.session import session
+from qdeploy.evaluation.text import default_text
+from qdeploy.kv.config import KVCacheConfig
 from qdeploy.pipeline import quantize_checkpoint
 from qdeploy.progress import Silent
 from qdeploy.recipes import CalibrationSection, parse_recipe
+from qdeploy.runtime.engine import Engine
 from qdeploy.runtime.tokenizer import Tokenizer
 from tiny_models import edit_json, tiny_checkpoint
 
@@ -122,6 +128,29 @@ def test_quantizing_on_the_models_own_text_needs_no_data(llama: Path, tmp_path: 
         assert (record["source"], record["tokens"], record["rows_kept"]) == ("self", 128, None)
         digests.append(record["sha256"])
     assert digests[0] == digests[1]
+
+
+def test_x14_both_models_are_scored_on_the_same_held_out_text(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on what the model wrote for its calibration."""
+    recipe = {"method": "gptq", "group_size": 32, "calibration": {"source": "self", "samples": 1}}
+    quantize_checkpoint(str(llama), tmp_path / "out", parse_recipe(recipe, "test"))
+    scored: dict[Engine, list[list[int]]] = {}
+    original = Engine.score
+
+    def score(self: Engine, window: Sequence[int], *rest: Any) -> None:
+        scored.setdefault(self, []).append(list(window))
+        original(self, window, *rest)
+
+    monkeypatch.setattr(Engine, "score", score)
+    gate, kv = parse_gate("kl<100"), [KVCacheConfig()]
+    options: dict[str, Any] = {"text": None, "ctx_len": 64, "max_windows": 2}
+    session(tmp_path / "out", str(llama), kv, gate, progress=Silent(), **options)
+    reference, artifact = scored.values()
+    assert reference == artifact
+    held_out = Tokenizer.load(llama).encode(default_text().read_text(encoding="utf-8")[:2000])
+    assert reference[0][-50:] in [held_out[i : i + 50] for i in range(64)]
 
 
 def test_a_model_that_the_runtime_cannot_run_is_told_so(llama: Path, tmp_path: Path) -> None:
