@@ -177,13 +177,21 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Most that this process has held so far; Linux counts in KiB, macOS in bytes."""
+    """Most that this process has held so far; 0 where the system doesn't say.
+
+    Not getrusage's on Linux: that begins with what the parent held when it started this process.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
+    except (OSError, StopIteration):
+        pass
     try:
         import resource
     except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes, KiB
 
 
 def available_bytes() -> int | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +28,14 @@ LARGE = Sizes(
     longest=2048,
 )
 BASE = 500 * MIB
+
+
+def test_q04_the_peak_is_this_process_own() -> None:
+    """Not that of the process that started it."""
+    ballast = np.ones(600 * MIB, dtype=np.uint8)
+    code = "from qdeploy.calibration.memory import peak_resident_bytes as p; print(p())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 20 * MIB < int(done.stdout) < ballast.nbytes
 
 
 def test_without_a_limit_everything_stays_in_memory() -> None:
