@@ -24,7 +24,7 @@ from qdeploy.kv.config import KVCacheConfig, LayerPolicy
 from qdeploy.pipeline import quantize_checkpoint
 from qdeploy.progress import Silent
 from qdeploy.recipes import parse_recipe
-from qdeploy.runtime.llm import LLM
+from qdeploy.runtime.llm import LLM, SamplingParams
 from tiny_models import ARCHITECTURES, tiny_checkpoint, tiny_model
 
 DATA = {"samples": 6, "seqlen": 96}
@@ -136,6 +136,22 @@ def test_q23_a15_a17_every_layer_has_scales_of_its_own(arch: str, tmp_path: Path
     assert any(
         line.startswith(f"static KV scales of {count} layers") for line in inspection.lines()
     )
+
+
+def test_the_fp8_format_carries_scales_too_and_is_served(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8}
+    source = tiny_checkpoint("llama", tmp_path / "model", num_key_value_heads=8, **sizes)
+    recipe = {"method": "fp8", "scheme": "FP8_BLOCK", "kv_cache": {"dtype": "fp8"}}
+    manifest = quantize(source, tmp_path / "out", **recipe)
+    inspection = inspect_artifact(tmp_path / "out")
+    assert (inspection.format, inspection.findings) == ("fp8", [])
+    stored = [inspection.kv_scales[record.layer] for record in manifest.kv_cache.statistics]
+    exact = [{"k": r.k_scale, "v": r.v_scale} for r in manifest.kv_cache.statistics]
+    assert stored == [pytest.approx(scales) for scales in exact]  # float32, as the model is
+    llm = LLM(tmp_path / "out", max_model_len=64)
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    result = llm.generate([{"prompt_token_ids": list(range(20))}], params)[0]
+    assert len(result.outputs[0].token_ids) == 3
 
 
 def test_statistics_are_of_rotated_keys_on_all_tokens(tmp_path: Path) -> None:
