@@ -142,7 +142,7 @@ def test_q16_gemmas_huge_activations_are_smoothed_and_rounded() -> None:
 
 
 def test_the_method_of_a_scheme() -> None:
-    assert method_for("gptq", w8a8_scheme(), None) is METHODS.get("gptq")
+    assert method_for("gptq", w8a8_scheme(), None) == METHODS.get("gptq")
     smoothed = method_for("rtn", w8a8_scheme(), 0.5)
     assert isinstance(smoothed, Smoothed)
     assert smoothed.needs_calibration
