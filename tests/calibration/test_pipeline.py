@@ -112,6 +112,20 @@ def test_end_to_end(arch: str, method: str, tmp_path: Path) -> None:
     assert json.dumps(result.layers)  # plain data, for --json
 
 
+def test_true_sequential_is_recorded_and_only_of_methods_with_moments(
+    llama: Path, tmp_path: Path
+) -> None:
+    for on in (False, True):
+        quantize(llama, tmp_path / str(on), method="gptq", true_sequential=on)
+    manifest = read_manifest(tmp_path / "True")
+    assert manifest is not None
+    assert manifest.recipe["true_sequential"] is True
+    assert weights_digest(tmp_path / "True") != weights_digest(tmp_path / "False")
+    for recipe in ({"method": "rtn"}, {"method": "gptq", "engine": "gptqmodel"}):
+        with pytest.raises(UsageError, match="true_sequential needs the native engine and method"):
+            parse_recipe(recipe | {"true_sequential": True}, "test")
+
+
 @pytest.mark.parametrize(("bits", "symmetric"), [(2, False), (3, True), (8, False)])
 @pytest.mark.parametrize("method", ["awq", "gptq", "awq+gptq", "rtn"])
 def test_other_bits_are_written_and_read_back(
