@@ -144,7 +144,7 @@ class _Run:
         if quantizes or self.kv_calibration is not None:
             self.walk = DecoderWalk(self.folder, trust_remote_code=trusted)
         self.plan = make_plan(self.folder, self.walk if quantizes else None, recipe)
-        self.engine = engine_run(self.plan, self.progress)
+        self.engine = engine_run(self.plan, self.folder, progress, options.max_memory, trusted)
         self.embeddings = _embeddings(recipe, self.folder.config)
         self.recipe = self.plan.recipe
         self.warnings: list[str] = []

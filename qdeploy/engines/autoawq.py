@@ -39,7 +39,10 @@ class AutoAwq:
         """Its grid search on our token sequences, joined and cut to whole samples of seqlen."""
         awq: Any = imported(NAME, "awq")
         model = awq.AutoAWQForCausalLM.from_pretrained(
-            str(job.folder), device_map="cpu", safetensors=True, trust_remote_code=False
+            str(job.folder),
+            device_map="cpu",
+            safetensors=True,
+            trust_remote_code=job.trust_remote_code,
         )
         tokens = sum(len(sequence) for sequence in job.sequences)
         config = {

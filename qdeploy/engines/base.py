@@ -19,7 +19,7 @@ class EngineJob:
 
     folder: the dense model; out: the folder that it writes, which doesn't exist yet
     method: of the recipe; scheme: of every layer but those in `dense`, full names
-    sequences: token ids, 1 … seqlen each
+    sequences: token ids, 1 … seqlen each; trust_remote_code: code in the folder may run
     """
 
     folder: Path
@@ -29,6 +29,7 @@ class EngineJob:
     dense: tuple[str, ...]
     sequences: Sequence[Sequence[int]]
     seqlen: int
+    trust_remote_code: bool = False
 
 
 class Engine(Protocol):

@@ -43,7 +43,9 @@ class GptqModel:
             offload_to_disk=False,
         )
         try:
-            model = package.GPTQModel.load(str(job.folder), config)
+            model = package.GPTQModel.load(
+                str(job.folder), config, trust_remote_code=job.trust_remote_code
+            )
             model.quantize(_rows(job.sequences), batch_size=1)
             model.save(str(job.out))
         except Exception as error:

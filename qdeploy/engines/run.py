@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from qdeploy.calibration.memory import require_memory
 from qdeploy.calibration.plan import QuantPlan
 from qdeploy.engines import ENGINES
 from qdeploy.engines.base import Engine, EngineJob
@@ -25,6 +26,8 @@ from qdeploy.quantization.scheme import QuantizedLinear
 #: Mean KL in nats on the calibration text above which a result is noise: broken runs reach 9.
 MAX_KL = 5.0
 _CHECK_TOKENS = 256
+#: Of a model that an engine has loaded, at least: float16 there, then float32 for the check.
+BYTES_PER_WEIGHT = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,7 @@ class EngineRun:
 
     engine: Engine
     progress: Progress
+    trust_remote_code: bool = False
 
     def version(self) -> str:
         """Name and version of the engine's package."""
@@ -61,6 +65,7 @@ class EngineRun:
                 dense=plan.dense,
                 sequences=sequences,
                 seqlen=plan.recipe.calibration.seqlen,
+                trust_remote_code=self.trust_remote_code,
             )
             made = self.quantized(job, tuple(plan.shapes))
             layers = [_pack(made, module, plan, writer) for module in plan.schemes]
@@ -75,7 +80,7 @@ class EngineRun:
             if name not in made.packed:
                 raise CalibrationError(f"{self.version()} left {name} dense; use --engine native")
         tokens = job.sequences[0][:_CHECK_TOKENS]
-        kl = divergence(job.folder, made, tokens)
+        kl = divergence(job.folder, made, tokens, job.trust_remote_code)
         self.progress.info(f"KL on {len(tokens)} tokens of its calibration text: {kl:.3f}")
         if not kl < MAX_KL:  # NaN, too
             raise CalibrationError(
@@ -85,8 +90,16 @@ class EngineRun:
         return made
 
 
-def engine_run(plan: QuantPlan, progress: Progress) -> EngineRun | None:
-    """The engine that the recipe asks for, None for native; UsageError for what it can't do."""
+def engine_run(
+    plan: QuantPlan,
+    folder: TensorFolder,
+    progress: Progress,
+    max_memory: int | None,
+    trust_remote_code: bool,
+) -> EngineRun | None:
+    """The engine that the recipe asks for, None for native; UsageError for what it can't do, and
+    CapacityError for a model that doesn't fit in max_memory bytes: engines load it whole.
+    """
     name, method = plan.recipe.engine, plan.recipe.method
     if name == "native":
         return None
@@ -110,7 +123,9 @@ def engine_run(plan: QuantPlan, progress: Progress) -> EngineRun | None:
         )
     engine = ENGINES.get(name)
     engine.check(method, scheme, plan.dense)
-    return EngineRun(engine=engine, progress=progress)
+    needed = BYTES_PER_WEIGHT * folder.num_weights()
+    require_memory(f"--engine {name}", needed, max_memory, "use --engine native")
+    return EngineRun(engine=engine, progress=progress, trust_remote_code=trust_remote_code)
 
 
 def _pack(made: Checkpoint, module: str, plan: QuantPlan, writer: ArtifactWriter) -> LayerRecord:
@@ -133,11 +148,15 @@ def _copy_changed(
 
 
 @torch.no_grad()
-def divergence(dense: Path, made: Checkpoint, tokens: Sequence[int]) -> float:
+def divergence(
+    dense: Path, made: Checkpoint, tokens: Sequence[int], trust_remote_code: bool = False
+) -> float:
     """Mean KL in nats of a checkpoint from the model that it was made from, by transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        dense, dtype=torch.float32, trust_remote_code=trust_remote_code
+    ).eval()
     ids = torch.tensor([list(tokens)])
     before = _log_probs(model(ids).logits)
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ import torch
 
 from qdeploy.engines import ENGINES, EngineJob
 from qdeploy.engines.run import EngineRun, divergence
-from qdeploy.errors import CalibrationError, UsageError
+from qdeploy.errors import CalibrationError, CapacityError, UsageError
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.pipeline import quantize_checkpoint
 from qdeploy.progress import Silent
@@ -137,6 +137,15 @@ def test_a_layer_that_the_engine_left_dense_is_named(
     targets = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
     with pytest.raises(CalibrationError, match=r"left model\.layers\.1\.mlp\.up_proj dense"):
         run.quantized(job, targets)
+
+
+def test_a_model_that_does_not_fit_is_refused_up_front(
+    fake: Fake, llama: Path, tmp_path: Path
+) -> None:
+    recipe = parse_recipe({"method": "gptq", "engine": "gptqmodel", "group_size": 32}, "test")
+    with pytest.raises(CapacityError, match=r"--engine gptqmodel loads the whole model"):
+        quantize_checkpoint(str(llama), tmp_path / "out", recipe, max_memory=1 << 20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_divergence_of_a_model_from_itself_is_zero(llama: Path) -> None:
