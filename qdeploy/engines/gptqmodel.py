@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from qdeploy.engines.base import EngineJob, imported, require_method, require_package
@@ -42,15 +43,18 @@ class GptqModel:
             device="cpu",
             offload_to_disk=False,
         )
+        folder, out = str(job.folder.resolve()), str(job.out.resolve())
+        before = Path.cwd()
+        os.chdir(job.out.parent)  # it writes logs/ wherever it is started
         try:
-            model = package.GPTQModel.load(
-                str(job.folder), config, trust_remote_code=job.trust_remote_code
-            )
+            model = package.GPTQModel.load(folder, config, trust_remote_code=job.trust_remote_code)
             model.quantize(_rows(job.sequences), batch_size=1)
-            model.save(str(job.out))
+            model.save(out)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CalibrationError(f"engine {NAME}: {cause}; use --engine native") from error
+        finally:
+            os.chdir(before)
 
     def version(self) -> str:
         """Of the installed package."""
