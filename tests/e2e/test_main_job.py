@@ -1,6 +1,6 @@
 """The main job's figures on the real model (slow): methods beat rounding, KV formats cost little.
 
-The bounds are those of the project's issue; benchmarks/accuracy.py measures the figures themselves.
+The bounds are those of the issue; benchmarks/quantization.py measures the figures themselves.
 """
 
 from __future__ import annotations
