@@ -120,7 +120,8 @@ def _in_available(plans: list[MemoryPlan], room: int | None) -> MemoryPlan:
 
 def _plans(sizes: Sizes, base_bytes: int) -> Iterator[MemoryPlan]:
     """From the fastest to the smallest."""
-    for spill, batch_tokens in [(False, BATCH_TOKENS), *((True, b) for b in _batches(sizes))]:
+    batches = list(_batches(sizes))
+    for spill, batch_tokens in [(False, batches[0]), *((True, b) for b in batches)]:
         working = max(
             _layer_bytes(sizes, batch_tokens, spill), _table_bytes(sizes, batch_tokens, spill)
         )

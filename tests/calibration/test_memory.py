@@ -99,6 +99,11 @@ def test_a_plan_is_never_above_its_limit(limit: int, tokens: int, longest: int, 
     assert plan.peak_bytes > base
 
 
+def test_a_sequence_longer_than_a_batch_is_a_batch() -> None:
+    sizes = replace(LARGE, tokens=9000, longest=9000)
+    assert plan_memory(sizes, base_bytes=BASE, limit=1 << 50).batch_tokens == 9000
+
+
 def test_q04_what_the_machine_has_is_kept_to_or_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan_memory(LARGE, base_bytes=BASE, limit=1 << 50).peak_bytes - BASE
     for room, spill, warned in ((whole, False, False), (whole - 1, True, False), (MIB, True, True)):
