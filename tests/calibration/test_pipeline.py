@@ -133,8 +133,8 @@ def test_other_bits_are_written_and_read_back(
 ) -> None:
     quantize(llama, tmp_path / "out", method=method, bits=bits, symmetric=symmetric)
     checkpoint = open_checkpoint(tmp_path / "out")
-    assert checkpoint.scheme is not None
-    assert (checkpoint.scheme.bits, checkpoint.scheme.symmetric) == (bits, symmetric)
+    schemes = checkpoint.schemes.values()
+    assert {(scheme.bits, scheme.symmetric) for scheme in schemes} == {(bits, symmetric)}
     q = checkpoint.linear("model.layers.0.mlp.down_proj")
     assert isinstance(q, QuantizedLinear)
     assert q.codes.max() == q.scheme.max_code

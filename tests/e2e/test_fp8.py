@@ -47,7 +47,7 @@ def test_p1_what_is_quantized_is_measured_and_served(name: str, tmp_path: Path) 
     assert (evaluations[0].backend, evaluations[0].act) == ("cpu", "bf16")
     assert evaluations[0].metrics["kl_mean"] < 0.03
     write_records(out, evaluations)
-    assert open_checkpoint(out, verify_checksums=True).scheme is not None
+    assert open_checkpoint(out, verify_checksums=True).scheme_name == scheme
     with started(str(out), "--served-model-name", "m", "--max-model-len", "256") as (_, url):
         body = {"model": "m", "prompt": "The sea is", "max_tokens": 8, "temperature": 0}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
