@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ class Divergence:
     """Accumulates KL(reference ‖ model), top-1 agreement and both perplexities."""
 
     def __init__(self) -> None:
-        self._kl: list[Tensor] = []
+        # Not tensors: one small block left behind between two large ones keeps the heap from
+        # reusing what lies there, which cost 0.4 GB a window of 1,024 tokens.
+        self._kl = array("d")
         self._agree = 0
         self._nll = [0.0, 0.0]
         self._num_predicted = 0
@@ -33,7 +36,7 @@ class Divergence:
     def _add_rows(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:
         ref_logp = torch.log_softmax(reference.double(), dim=-1)
         logp = torch.log_softmax(model.double(), dim=-1)
-        self._kl.append((ref_logp.exp() * (ref_logp - logp)).sum(-1))
+        self._kl.extend((ref_logp.exp() * (ref_logp - logp)).sum(-1).tolist())
         self._agree += int((reference.argmax(-1) == model.argmax(-1)).sum())
         for index, values in enumerate((ref_logp, logp)):
             picked = values[: len(targets)].gather(-1, targets[:, None])
@@ -42,7 +45,7 @@ class Divergence:
 
     def metrics(self) -> dict[str, float]:
         """KL in nats over all positions (mean, standard error, 99th percentile), agreement 0..1."""
-        kl = torch.cat(self._kl)
+        kl = torch.tensor(self._kl, dtype=torch.float64)
         reference_ppl, ppl = (_perplexity(nll / self._num_predicted) for nll in self._nll)
         return {
             "perplexity": ppl,

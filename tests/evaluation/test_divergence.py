@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from qdeploy.calibration.memory import MIB, resident_bytes
 from qdeploy.evaluation.divergence import Divergence
 
 
@@ -37,3 +38,15 @@ def test_matches_torch_over_several_windows() -> None:
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / 198), rel=1e-9)
     assert metrics["reference_perplexity"] == pytest.approx(math.exp(ref_nll / 198), rel=1e-9)
     assert metrics["top1_agreement"] == agree / 200
+
+
+def test_memory_does_not_grow_with_the_text() -> None:
+    """A real vocabulary's rows; what is kept of each slice must not pin the heap around it."""
+    logits, total = torch.zeros(64, 49152), Divergence()
+    targets = torch.zeros(64, dtype=torch.int64)
+    for _ in range(3):
+        total.add(logits, logits, targets)
+    before = resident_bytes()
+    for _ in range(24):
+        total.add(logits, logits, targets)
+    assert resident_bytes() - before < 150 * MIB
