@@ -14,23 +14,25 @@ from qdeploy.kv.kivi import BITS, SealedLayout
 from qdeploy.models.spec import DecoderSpec
 
 
-def sealed_layout(spec: DecoderSpec, config: KVCacheConfig) -> SealedLayout:
+def sealed_layout(config: KVCacheConfig, num_kv_heads: int, head_dim: int) -> SealedLayout:
     """Layout of one layer's sealed block; `config` must seal."""
     bits_k, bits_v = BITS[config.dtype]
     return SealedLayout(
         bits_k=bits_k,
         bits_v=bits_v,
         block_size=config.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         e4m3=config.dtype == "fp8",
     )
 
 
 def sealed_block_bytes(spec: DecoderSpec, group: KVGroup) -> int:
     """Bytes of a group's sealed block; 0 for a format that never seals."""
-    config = group.config
-    return len(group.layers) * sealed_layout(spec, config).num_bytes if config.seals else 0
+    if not group.config.seals:
+        return 0
+    layout = sealed_layout(group.config, spec.num_kv_heads, spec.head_dim)
+    return len(group.layers) * layout.num_bytes
 
 
 def open_block_bytes(spec: DecoderSpec, group: KVGroup, itemsize: int) -> int:
@@ -70,7 +72,8 @@ class KVPools:
         config, layers = group.config, len(group.layers)
         block = (layers, 2, spec.num_kv_heads, config.block_size, spec.head_dim)
         self.open = _zeros((size.num_open_blocks, *block), numpy.float32)
-        self.layout = sealed_layout(spec, config) if config.seals else None
+        heads = (spec.num_kv_heads, spec.head_dim)
+        self.layout = sealed_layout(config, *heads) if config.seals else None
         num_bytes = self.layout.num_bytes if self.layout is not None else 0
         self.sealed = _zeros((size.num_sealed_blocks, layers, num_bytes), numpy.uint8)
         self._place = {layer: place for place, layer in enumerate(group.layers)}

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qdeploy.errors import UsageError
 from qdeploy.kv.config import KVCacheConfig
-from qdeploy.kv.kivi import BITS, SealedLayout
+from qdeploy.kv.pool import sealed_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def try_policy(
     block that the window hides from a query counts as read: it can do no harm.
     """
     size, tokens = config.block_size, call.q.shape[2]
-    layout = _layout(call, config)
+    layout = sealed_layout(config, call.k.shape[1], call.k.shape[3])
     k, v = call.k.clone(), call.v.clone()
     # The first query block that reads a sealed block, which is the one after the sinks.
     for block in range(config.sink_blocks + config.residual_blocks + 1, -(-tokens // size)):
@@ -97,16 +97,4 @@ def attend(call: AttentionCall, k: Tensor, v: Tensor, low: int, high: int) -> Te
         v[:, :, :high].repeat_interleave(repeat, dim=1),
         attn_mask=mask,
         scale=call.scale,
-    )
-
-
-def _layout(call: AttentionCall, config: KVCacheConfig) -> SealedLayout:
-    bits_k, bits_v = BITS[config.dtype]
-    return SealedLayout(
-        bits_k=bits_k,
-        bits_v=bits_v,
-        block_size=config.block_size,
-        num_kv_heads=call.k.shape[1],
-        head_dim=call.k.shape[3],
-        e4m3=config.dtype == "fp8",
     )
