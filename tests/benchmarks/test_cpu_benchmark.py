@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmark_scripts import BENCHMARKS, run
 from tiny_models import tiny_checkpoint
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEYS = {"name", "value", "unit", "ratio", "against", "n", "command", "machine"}
 #: A prompt of 16 tokens in 2 s, then 3 tokens in 0.5 s.
 BATCHED_BENCH = """
@@ -42,12 +40,6 @@ for line in sys.stdin:
     told = {"first_s": 1.0, "total_s": 1.0 + late, "late_tokens": late}
     print(json.dumps(told), flush=True)
 """
-
-
-def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def program(path: Path, code: str) -> Path:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark_scripts import BENCHMARKS, run
 from tiny_models import tiny_checkpoint
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCHEME = "W4 g64 asym"
-
-
-def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +55,12 @@ def test_tables_have_a_line_for_each_case(out: Path, tmp_path: Path) -> None:
     assert sum(line.startswith(f"| tiny, {SCHEME}, ") for line in lines) == 2
     assert sum("**" in line for line in lines) == 1
     assert any(line.startswith("| tiny, int8, block 64, sink 1, residual 0 | ") for line in lines)
+
+
+def test_the_page_shows_the_committed_figures(tmp_path: Path) -> None:
+    committed = BENCHMARKS.parent / "docs" / "quantization-figures.md"
+    page = tmp_path / "page.md"
+    page.write_text(committed.read_text(encoding="utf-8"), encoding="utf-8")
+    results = BENCHMARKS / "results" / "quantization.json"
+    assert run("quantization_table.py", str(results), str(page)).returncode == 0
+    assert page.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")

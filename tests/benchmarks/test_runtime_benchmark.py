@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from benchmark_scripts import BENCHMARKS, run
 from tiny_models import tiny_checkpoint
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 KEYS = {"name", "value", "unit", "ratio", "against", "n", "command", "machine"}
 FIGURES = {
     "continuous batching",
@@ -52,12 +50,6 @@ for line in sys.stdin:
     assert set(load) == {"prompt", "output", "drafts", "ngram"}
     print(json.dumps({"times_s": list(range(load["output"]))}), flush=True)
 """
-
-
-def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 @pytest.fixture(scope="module")

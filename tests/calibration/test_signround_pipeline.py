@@ -1,4 +1,4 @@
-"""`--method signround` end to end: artifact, options, resume; on the real model (slow)."""
+"""`--method signround` end to end: artifact, options, resume."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from conftest import SMOLLM2
 from qdeploy.cli import app
 from qdeploy.errors import UsageError
-from qdeploy.evaluation.gate import parse_gate
-from qdeploy.evaluation.session import session
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import read_manifest
-from qdeploy.kv.config import KVCacheConfig
 from qdeploy.pipeline import quantize_checkpoint
-from qdeploy.progress import Silent
-from qdeploy.recipes import load_recipe, parse_recipe
+from qdeploy.recipes import parse_recipe
 from tiny_models import tiny_checkpoint
 
 TINY = {
@@ -111,29 +106,3 @@ def test_another_method_forgets_the_recipes_training_keys(llama: Path, tmp_path:
     refused = qdeploy("quantize", llama, "-o", out, "--method", "rtn", "--iters", 3)
     assert refused.exit_code == 2
     assert "iters needs method signround" in refused.output
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_q20_beats_awq_on_the_real_model(tmp_path: Path) -> None:
-    """A tenth of the recipe's training; the figures are in docs/adr/0008."""
-    recipe = load_recipe("smollm2-135m-signround").model_dump()
-    recipe["calibration"] |= {"samples": 16, "seqlen": 256}
-    losses = {}
-    for method, iters in (("awq", None), ("signround", 30)):
-        changed = recipe | {"method": method, "iters": iters}
-        out = tmp_path / method
-        quantize_checkpoint(SMOLLM2, out, parse_recipe(changed, "test"))
-        evaluation = session(
-            out,
-            SMOLLM2,
-            [KVCacheConfig()],
-            parse_gate("kl<100"),
-            text=None,
-            ctx_len=1024,
-            max_windows=2,
-            stride=2048,
-            progress=Silent(),
-        )[0]
-        losses[method] = evaluation.metrics["kl_mean"]
-    assert losses["signround"] < 0.9 * losses["awq"], losses

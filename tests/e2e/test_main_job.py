@@ -17,7 +17,7 @@ from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.pipeline import QuantizeResult, quantize_checkpoint
 from qdeploy.progress import Silent
-from qdeploy.recipes import parse_recipe
+from qdeploy.recipes import load_recipe, parse_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
@@ -61,6 +61,18 @@ def test_q20_method_beats_rounding_at_the_same_scheme(
         losses[name] = measured(result.output, [BF16])[0].metrics["kl_mean"]
     assert losses[method] < 0.75 * losses["rtn"], losses
     assert losses[method] < 0.3, losses
+
+
+def test_q20_signround_beats_awq(tmp_path: Path) -> None:
+    """A tenth of the recipe's training; the figures are in docs/adr/0008."""
+    recipe = load_recipe("smollm2-135m-signround").model_dump()
+    recipe["calibration"] |= CALIBRATION
+    losses = {}
+    for method, iters in (("awq", None), ("signround", 30)):
+        changed = parse_recipe(recipe | {"method": method, "iters": iters}, "test")
+        result = quantize_checkpoint(SMOLLM2, tmp_path / method, changed)
+        losses[method] = measured(result.output, [BF16])[0].metrics["kl_mean"]
+    assert losses["signround"] < 0.9 * losses["awq"], losses
 
 
 def test_kv_formats_cost_little_on_unquantized_weights(smollm2_folder: Path) -> None:
