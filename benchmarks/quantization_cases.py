@@ -51,7 +51,7 @@ KV_POLICIES = (
     *(("int4", 64, 0, 0), ("int4", 64, 1, 1), ("int4", 32, 1, 1)),
 )
 
-#: The least KL that another tool reached on SmolLM2 and the project's development text
+#: The least KL that another tool reached on SmolLM2 and the text that ships
 #: (6 windows of 1,024 tokens, 2,048 apart), and whose it was.
 PEERS = {
     ("W4 g64 asym", "rtn"): (0.312, "amax"),

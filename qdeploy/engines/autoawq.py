@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from qdeploy.engines.base import EngineJob, imported, require_method, require_package
-from qdeploy.errors import CalibrationError, UsageError
+from qdeploy.engines.base import EngineJob, guarded, imported, require_method, require_package
+from qdeploy.errors import UsageError
 from qdeploy.quantization.scheme import QuantScheme
 
 NAME = "autoawq"
@@ -38,12 +38,7 @@ class AutoAwq:
     def quantize(self, job: EngineJob) -> None:
         """Its grid search on our token sequences, joined and cut to whole samples of seqlen."""
         awq: Any = imported(NAME, "awq")
-        model = awq.AutoAWQForCausalLM.from_pretrained(
-            str(job.folder),
-            device_map="cpu",
-            safetensors=True,
-            trust_remote_code=job.trust_remote_code,
-        )
+        quantizer = _cloning(imported(NAME, "awq.quantize.quantizer").AwqQuantizer)
         tokens = sum(len(sequence) for sequence in job.sequences)
         config = {
             "zero_point": True,
@@ -51,19 +46,22 @@ class AutoAwq:
             "w_bit": 4,
             "version": "GEMM",
         }
-        try:
+        with guarded(NAME):
+            model = awq.AutoAWQForCausalLM.from_pretrained(
+                str(job.folder),
+                device_map="cpu",
+                safetensors=True,
+                trust_remote_code=job.trust_remote_code,
+            )
             model.quantize(
                 tokenizer=None,
                 quant_config=config,
                 calib_data=[list(sequence) for sequence in job.sequences],
                 max_calib_samples=len(job.sequences),
                 max_calib_seq_len=min(job.seqlen, tokens),
-                quantizer_cls=_cloning(imported(NAME, "awq.quantize.quantizer").AwqQuantizer),
+                quantizer_cls=quantizer,
             )
             model.save_quantized(str(job.out))
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CalibrationError(f"engine {NAME}: {cause}; use --engine native") from error
 
     def version(self) -> str:
         """Of the installed package."""

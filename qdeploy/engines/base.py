@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qdeploy.errors import UsageError
+from qdeploy.errors import CalibrationError, UsageError
 from qdeploy.quantization.scheme import QuantScheme
 
 
@@ -64,6 +65,16 @@ def imported(engine: str, module: str) -> Any:
             f"engine {engine}: its package can't be imported ({cause}); use --engine native",
             param="engine",
         ) from error
+
+
+@contextmanager
+def guarded(engine: str) -> Iterator[None]:
+    """What the tool raises becomes a CalibrationError of one line."""
+    try:
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CalibrationError(f"engine {engine}: {cause}; use --engine native") from error
 
 
 def require_method(engine: str, expected: str, method: str) -> None:

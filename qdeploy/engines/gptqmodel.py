@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdeploy.engines.base import EngineJob, imported, require_method, require_package
-from qdeploy.errors import CalibrationError
+from qdeploy.engines.base import EngineJob, guarded, imported, require_method, require_package
 from qdeploy.quantization.scheme import QuantScheme
 
 NAME = "gptqmodel"
@@ -33,32 +33,36 @@ class GptqModel:
         os.environ.setdefault(_WORKERS, str(max(2, os.cpu_count() or 1)))
         package: Any = imported(NAME, NAME)
         scheme = job.scheme
-        config = package.QuantizeConfig(
-            bits=scheme.bits,
-            group_size=scheme.group_size,
-            sym=scheme.symmetric,
-            desc_act=False,
-            format="gptq_v2",
-            dynamic={f"-:^{re.escape(name)}$": {} for name in job.dense} or None,
-            device="cpu",
-            offload_to_disk=False,
-        )
         folder, out = str(job.folder.resolve()), str(job.out.resolve())
-        before = Path.cwd()
-        os.chdir(job.out.parent)  # it writes logs/ wherever it is started
-        try:
+        with guarded(NAME), _inside(job.out.parent):
+            config = package.QuantizeConfig(
+                bits=scheme.bits,
+                group_size=scheme.group_size,
+                sym=scheme.symmetric,
+                desc_act=False,
+                format="gptq_v2",
+                dynamic={f"-:^{re.escape(name)}$": {} for name in job.dense} or None,
+                device="cpu",
+                offload_to_disk=False,
+            )
             model = package.GPTQModel.load(folder, config, trust_remote_code=job.trust_remote_code)
             model.quantize(_rows(job.sequences), batch_size=1)
             model.save(out)
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise CalibrationError(f"engine {NAME}: {cause}; use --engine native") from error
-        finally:
-            os.chdir(before)
 
     def version(self) -> str:
         """Of the installed package."""
         return f"{NAME} {version(NAME)}"
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """It writes logs/ wherever it is started."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _rows(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:

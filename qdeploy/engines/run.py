@@ -115,6 +115,12 @@ def engine_run(
             "--engine native",
             param="overrides",
         )
+    if scheme.activations is not None:
+        raise UsageError(
+            f"engine {name} rounds weights alone, not inputs as {scheme.name} does; use "
+            "--engine native",
+            param="scheme",
+        )
     if plan.recipe.kv_cache.needs_statistics:
         raise UsageError(
             f"engine {name} takes no statistics of K and V, which this KV policy needs; use "

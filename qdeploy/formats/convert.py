@@ -64,8 +64,18 @@ def export_checkpoint(
         show.warn(note)
     if checkpoint.format is None:
         raise UsageError(f"{source} is not quantized; use qdeploy quantize")
-    export = _Export(checkpoint, folder, None if format == DENSE else WEIGHT_FORMATS.get(format))
-    writing = ArtifactWriter(out, folder, overwrite=overwrite, max_shard_size=max_shard_size)
+    if format not in (*WEIGHT_FORMATS, DENSE):
+        known = ", ".join((*WEIGHT_FORMATS, DENSE))
+        raise UsageError(f"unknown weight format {format!r}; choose one of {known}", param="format")
+    writing = ArtifactWriter(
+        out,
+        folder,
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        code="auto_map" in folder.config,  # which names the model's own Python files
+    )
+    target = None if format == DENSE else WEIGHT_FORMATS.get(format)
+    export = _Export(checkpoint, folder, target, show)
     with writing as writer:
         export.write(writer, show)
         manifest = export.manifest(name or str(source))
@@ -86,11 +96,15 @@ class _Export:
     """One export; target None: dense."""
 
     def __init__(
-        self, checkpoint: Checkpoint, folder: TensorFolder, target: WeightFormat | None
+        self,
+        checkpoint: Checkpoint,
+        folder: TensorFolder,
+        target: WeightFormat | None,
+        progress: Progress,
     ) -> None:
         self.checkpoint, self.folder, self.target = checkpoint, folder, target
         self.lossless = True
-        self.schemes = _true_schemes(checkpoint)
+        self.schemes = _true_schemes(checkpoint, progress)
         self.kv_scales = scale_names(checkpoint)
         self.quantization_config()  # what can't be mixed must fail before the work
 
@@ -184,7 +198,7 @@ def _linear(checkpoint: Checkpoint, module: str) -> QuantizedLinear:
     return q
 
 
-def _true_schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
+def _true_schemes(checkpoint: Checkpoint, progress: Progress) -> dict[str, QuantScheme]:
     """By module: symmetric where every layer of a scheme is, and activation order where one has it.
 
     A config says less than the data: AWQ stores zero points of symmetric weights, too, and GPTQ's
@@ -193,11 +207,14 @@ def _true_schemes(checkpoint: Checkpoint) -> dict[str, QuantScheme]:
     symmetric: dict[QuantScheme, bool] = {}
     ordered: dict[QuantScheme, bool] = {}
     schemes = checkpoint.schemes
-    for module, scheme in schemes.items():
-        q = _linear(checkpoint, module)
-        middle = scheme.number != "int" or bool((q.zero_points == scheme.mid_code).all())
-        symmetric[scheme] = symmetric.get(scheme, True) and middle
-        ordered[scheme] = ordered.get(scheme, False) or (scheme.act_order and q.g_idx is not None)
+    with progress.task("reading", len(schemes)) as task:
+        for module, scheme in schemes.items():
+            q = _linear(checkpoint, module)
+            middle = scheme.number != "int" or bool((q.zero_points == scheme.mid_code).all())
+            symmetric[scheme] = symmetric.get(scheme, True) and middle
+            order = scheme.act_order and q.g_idx is not None
+            ordered[scheme] = ordered.get(scheme, False) or order
+            task.advance(1, module)
     return {
         module: replace(scheme, symmetric=symmetric[scheme], act_order=ordered[scheme])
         for module, scheme in schemes.items()

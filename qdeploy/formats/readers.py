@@ -1,4 +1,4 @@
-"""Other engines that read our checkpoints: what `make readers` measured, and the docs' table of it.
+"""Other engines that read our checkpoints: what `make readers` measured.
 
 readers.json beside this file holds one row for each format, scheme and engine that was tried in
 tests/interop/test_readers.py; it is written by that suite, never by hand.
@@ -7,17 +7,13 @@ tests/interop/test_readers.py; it is written by that suite, never by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from qdeploy.quantization.scheme import QuantScheme
 
 _FILE = Path(__file__).with_name("readers.json")
-TABLE_BEGIN = "<!-- readers: written by `make readers` -->"
-TABLE_END = "<!-- readers: end -->"
-
-
 #: Largest difference of a logit, of the largest logit, that passes for the same logits: gptqmodel's
 #: 4-bit kernels compute in bfloat16 (0.05 on a random model); rounding activations to int8 gives
 #: 0.08, a wrong zero point 0.4.
@@ -68,7 +64,7 @@ def readers_for(format: str, schemes: Iterable[QuantScheme]) -> list[str]:
 def readers_that_fail(format: str, schemes: Iterable[QuantScheme]) -> list[str]:
     """Engines that were tried on such a checkpoint and didn't give our logits."""
     return [
-        f"{reader.engine} (with {reader.needs}: {_fault(reader)})"
+        f"{reader.engine} (with {reader.needs}: {fault(reader)})"
         for reader in _tried(format, schemes)
         if not reader.agrees
     ]
@@ -79,39 +75,8 @@ def _tried(format: str, schemes: Iterable[QuantScheme]) -> list[Reader]:
     return [each for each in measured_readers() if (each.format, each.kind) == (format, kind)]
 
 
-def _fault(reader: Reader) -> str:
+def fault(reader: Reader) -> str:
+    """What went wrong with a reader that doesn't agree."""
     if reader.error is None:
         return "doesn't load"
     return f"logits differ by {reader.error:.0%}"
-
-
-def table(readers: Sequence[Reader]) -> list[str]:
-    """Lines of a Markdown table: a row for each format and kind, a column for each engine."""
-    engines = list(dict.fromkeys(reader.engine for reader in readers))
-    head = ["format", "scheme", "qdeploy", *(f"{engine} on a CPU" for engine in engines)]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for format, kind in dict.fromkeys((reader.format, reader.kind) for reader in readers):
-        cells = [f"`{format}`", kind, "yes"]
-        for engine in engines:
-            key = (format, kind, engine)
-            tried = [each for each in readers if (each.format, each.kind, each.engine) == key]
-            cells.append("; ".join(_cell(reader) for reader in tried))
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _cell(reader: Reader) -> str:
-    if not reader.agrees:
-        return f"**no** with {reader.needs}: {_fault(reader)}"
-    return f"yes with {reader.needs} ({reader.error:.0e})"
-
-
-def write_readers(readers: Sequence[Reader], json_file: Path, page: Path) -> None:
-    """Write readers.json and the table between the marks of a Markdown page."""
-    rows = [asdict(reader) for reader in readers]
-    json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    text = page.read_text(encoding="utf-8")
-    head, _, rest = text.partition(TABLE_BEGIN)
-    _, _, tail = rest.partition(TABLE_END)
-    middle = "\n".join([TABLE_BEGIN, *table(readers), TABLE_END])
-    page.write_text(head + middle + tail, encoding="utf-8")

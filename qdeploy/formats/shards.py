@@ -16,6 +16,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from qdeploy.errors import FormatError
 from qdeploy.formats.hf import INDEX_NAME, SINGLE_NAME
 from qdeploy.formats.safetensors_header import DTYPES
 
@@ -141,6 +142,6 @@ def _copy(reader: IO[bytes], writer: IO[bytes], piece: _Piece) -> None:
     while left:
         chunk = reader.read(min(left, _COPY_BYTES))
         if not chunk:
-            raise OSError(f"{piece.name}: its data file ends early; check the disk")
+            raise FormatError(f"{piece.name}: its data file ends early; check the disk")
         writer.write(chunk)
         left -= len(chunk)

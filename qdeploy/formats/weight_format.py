@@ -110,17 +110,20 @@ def default_format(method: str, *schemes: QuantScheme) -> str:
         name = default_fp8_format(scheme)
     elif scheme.activations is not None:
         name = "compressed-tensors"
-    elif method == "gptq" or scheme.act_order:
-        name = "gptq" if scheme.symmetric else "gptq_v2"
-    elif method in ("awq", "awq+gptq") and scheme.bits == 4 and not scheme.symmetric:
+    elif _is_awqs_own(method, scheme):
         name = "awq"
-    elif method == "awq+gptq":
+    elif method in ("gptq", "awq+gptq") or scheme.act_order:
         name = "gptq" if scheme.symmetric else "gptq_v2"
     else:
         name = "compressed-tensors"
     for each in schemes:
         WEIGHT_FORMATS.get(name).check(each)
     return name
+
+
+def _is_awqs_own(method: str, scheme: QuantScheme) -> bool:
+    plain = not (scheme.symmetric or scheme.act_order)
+    return method in ("awq", "awq+gptq") and scheme.bits == 4 and plain
 
 
 def default_fp8_format(scheme: QuantScheme) -> str:

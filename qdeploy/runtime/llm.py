@@ -216,6 +216,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(cast("object", prompts), Sequence):
         return [cast("Prompt", prompts)]  # which is then refused by name
-    if prompts and all(isinstance(p, int) for p in prompts):
+    if prompts and all(isinstance(p, Integral) for p in prompts):
         return [cast("Sequence[int]", prompts)]
     return list(cast("Sequence[Prompt]", prompts))

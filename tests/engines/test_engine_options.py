@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from qdeploy.engines import ENGINES, EngineJob
+from qdeploy.engines.autoawq import AutoAwq
 from qdeploy.engines.run import EngineRun, divergence
 from qdeploy.errors import CalibrationError, CapacityError, UsageError
 from qdeploy.formats.checkpoint import open_checkpoint
@@ -55,6 +57,10 @@ def _no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": "autoawq", "ignore": ["*.k_proj"]}, "can't keep single layers dense"),
         ({"engine": "autoawq", "overrides": {"*.k_proj": {"bits": 8}}}, "leave overrides out"),
         ({"engine": "autoawq", "method": "none"}, "method none doesn't"),
+        (
+            {"engine": "gptqmodel", "method": "gptq", "scheme": "W8A8", "group_size": "auto"},
+            "rounds weights alone",
+        ),
         ({"engine": "gptq"}, "engine"),
     ],
 )
@@ -65,6 +71,32 @@ def test_q19_what_an_engine_cannot_do_is_named(
         quantize(llama, tmp_path / "out", **recipe)
     assert "\n" not in str(info.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_tool_raises_while_loading_is_one_line(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AutoAWQForCausalLM:
+        @staticmethod
+        def from_pretrained(*_: object, **__: object) -> None:
+            raise TypeError("granite isn't supported yet.\nmore")
+
+    quantizer = SimpleNamespace(AwqQuantizer=object)
+    package = SimpleNamespace(AutoAWQForCausalLM=AutoAWQForCausalLM)
+    modules = {"awq": package, "awq.quantize.quantizer": quantizer}
+    monkeypatch.setattr("qdeploy.engines.autoawq.imported", lambda _, name: modules[name])
+    job = EngineJob(
+        folder=llama,
+        out=tmp_path / "out",
+        method="awq",
+        scheme=QuantScheme(),
+        dense=(),
+        sequences=[[1, 2]],
+        seqlen=2,
+    )
+    with pytest.raises(CalibrationError, match=r"granite isn't supported yet\.; use") as info:
+        AutoAwq().quantize(job)
+    assert "\n" not in str(info.value)
 
 
 class Fake:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cpu.quantized_models import WeightKind, quantized_checkpoint
 from formats.layer_samples import CHECKPOINTS, Q_PROJ, copy_checkpoint
 from qdeploy.errors import UsageError
-from qdeploy.formats.checkpoint import open_checkpoint
+from qdeploy.formats.checkpoint import Checkpoint, open_checkpoint
 from qdeploy.formats.convert import export_checkpoint
 from qdeploy.formats.hf import open_folder
 from qdeploy.formats.manifest import AccuracyRecord, read_manifest, write_manifest
@@ -204,8 +204,29 @@ def test_a09_a10_shards_of_an_export_hold_every_tensor_once(tmp_path: Path) -> N
 def test_q24_an_unquantized_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not quantized; use qdeploy quantize"):
         export_checkpoint(CHECKPOINTS / "dense", tmp_path / "out", "awq")
-    with pytest.raises(UsageError, match="unknown weight format 'gguf'"):
+    with pytest.raises(UsageError, match=r"unknown weight format 'gguf'.*dense"):
         export_checkpoint(CHECKPOINTS / "awq", tmp_path / "out", "gguf")
+
+
+def test_the_models_own_code_comes_along(tmp_path: Path) -> None:
+    """What config.json names must be there."""
+    source = copy_checkpoint("awq", tmp_path / "in")
+    data = json.loads((source / "config.json").read_text())
+    data["auto_map"] = {"AutoConfig": "configuration_x.X"}
+    (source / "config.json").write_text(json.dumps(data))
+    (source / "configuration_x.py").write_text("X = 1\n")
+    export_checkpoint(source, tmp_path / "out", "gptq_v2")
+    assert (tmp_path / "out" / "configuration_x.py").read_text() == "X = 1\n"
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    monkeypatch.setattr(Checkpoint, "linear", lambda *_: pytest.fail("a layer was read"))
+    with pytest.raises(UsageError, match="overwrite"):
+        export_checkpoint(CHECKPOINTS / "awq", tmp_path / "out", "gptq_v2")
 
 
 def test_a11_legacy_configs_and_an_untied_head_survive(tmp_path: Path) -> None:

@@ -9,17 +9,10 @@ import pytest
 from formats.layer_samples import CHECKPOINTS
 from qdeploy.formats.checkpoint import open_checkpoint
 from qdeploy.formats.inspect import failing_readers_of, readers_of
-from qdeploy.formats.readers import (
-    TABLE_BEGIN,
-    TABLE_END,
-    Reader,
-    kind_of,
-    measured_readers,
-    table,
-    write_readers,
-)
+from qdeploy.formats.readers import Reader, kind_of, measured_readers
 from qdeploy.formats.weight_format import WEIGHT_FORMATS
 from qdeploy.quantization.scheme import QuantScheme, fp8_scheme
+from readers_page import TABLE_BEGIN, TABLE_END, table, write_readers
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 ROW = Reader(format="awq", kind="W4A16_ASYM", engine="e 1", needs="p 2", error=1e-3)
@@ -64,10 +57,7 @@ def test_writing_replaces_the_table_only(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert (
-        "| `awq` | W4A16_ASYM | yes | yes with p 2 (1e-03) | **no** with p 2: doesn't load |"
-        in text
-    )
+    assert "| `awq` | W4A16_ASYM | yes with p 2 (1e-03) | **no** with p 2: doesn't load |" in text
 
 
 def _fields(reader: Reader) -> dict[str, object]:

@@ -18,11 +18,12 @@ import torch
 
 from cpu.quantized_models import WeightKind, quantized_checkpoint
 from qdeploy.formats.checkpoint import open_checkpoint
-from qdeploy.formats.readers import Reader, kind_of, write_readers
+from qdeploy.formats.readers import Reader, kind_of
 from qdeploy.kv.config import KVCacheConfig
 from qdeploy.pipeline import quantize_checkpoint
 from qdeploy.recipes import parse_recipe
 from qdeploy.runtime.executors import load_executor
+from readers_page import write_readers
 from tables import run_chunks
 from tiny_models import tiny_checkpoint
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qdeploy.errors import CapacityError, UsageError
@@ -27,7 +28,8 @@ def test_generate_keeps_order_and_takes_every_kind_of_prompt(llm: LLM) -> None:
     assert all(r.prompt_token_ids == ids for r in results)
     assert len({tuple(r.outputs[0].token_ids) for r in results}) == 1
     assert results[0].outputs[0].text == llm.tokenizer.decode(results[0].outputs[0].token_ids)
-    assert llm.generate(ids, GREEDY)[0].outputs[0].token_ids == results[0].outputs[0].token_ids
+    for flat in (ids, [np.int64(token) for token in ids]):
+        assert llm.generate(flat, GREEDY)[0].outputs[0].token_ids == results[0].outputs[0].token_ids
     assert llm.engine.stats().num_open_blocks_used == 0
 
 
