@@ -49,6 +49,7 @@ from qdeploy.formats.manifest import (
 from qdeploy.formats.sources import resolve_model
 from qdeploy.kv.auto import KVLayerStats
 from qdeploy.kv.config import KVCacheConfig
+from qdeploy.kv.groups import require_layers
 from qdeploy.kv.pool import bytes_per_token
 from qdeploy.models.spec import spec_from_config
 from qdeploy.progress import Progress, Silent
@@ -143,6 +144,7 @@ class _Run:
         self.walk = None
         if quantizes or self.kv_calibration is not None:
             self.walk = DecoderWalk(self.folder, trust_remote_code=trusted)
+            require_layers(self.kv, len(self.walk.layers))
         self.plan = make_plan(self.folder, self.walk if quantizes else None, recipe)
         self.engine = engine_run(self.plan, self.folder, progress, options.max_memory, trusted)
         self.embeddings = _embeddings(recipe, self.folder.config)
@@ -218,7 +220,8 @@ class _Run:
         data = load_calibration(section, tokenizer, own)
         for note in data.notes:
             self.progress.info(note)
-        for warning in data.warnings(self.plan.in_features):
+        moments = self.recipe.method not in ("rtn", "fp8", "none")  # those take maxima at most
+        for warning in data.warnings(self.plan.in_features if moments else 0):
             self._warn(warning)
         if kv is not None:
             kv.check(data.sequences)

@@ -180,8 +180,8 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Recipe:
-        methods = W8A8_METHODS if self.scheme == "W8A8" else ("fp8",)
-        if self.scheme is not None and self.method not in methods:
+        methods = () if self.scheme is None else methods_of(self.scheme)
+        if methods and self.method not in methods:
             raise ValueError(
                 f"scheme {self.scheme} needs method {' or '.join(methods)}, not {self.method}"
             )
@@ -226,6 +226,11 @@ class Recipe(_Section):
     def integer_scheme(self, group_size: int) -> QuantScheme:
         """The weight scheme of other methods, once `auto` has been resolved to a group size."""
         return QuantScheme(bits=self.bits, group_size=group_size, symmetric=self.symmetric)
+
+
+def methods_of(scheme: str) -> tuple[str, ...]:
+    """The methods that a named scheme goes with."""
+    return W8A8_METHODS if scheme == "W8A8" else ("fp8",)
 
 
 def parse_recipe(data: Any, origin: str) -> Recipe:

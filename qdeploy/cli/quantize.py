@@ -193,6 +193,13 @@ def _refuse_unused(recipe: Recipe, flags: dict[str, Any]) -> None:
     given = [key for key in _WEIGHT_FLAGS if method == "none" and flags[key] is not None]
     if not recipe.calibrates:
         given += [name for key, name in _CALIBRATION_FLAGS.items() if section[key] is not None]
+    from qdeploy.recipes import HESSIAN_METHODS
+
+    if flags["true_sequential"] is not None and method not in HESSIAN_METHODS:
+        raise UsageError(
+            f"--true-sequential and --one-pass are for methods {', '.join(HESSIAN_METHODS)}, not "
+            f"{method}; leave them out"
+        )
     if given:
         does = "quantizes weights" if method == "none" else "calibrates"
         raise UsageError(
@@ -225,16 +232,23 @@ def _forget_other_kind(data: dict[str, Any], flags: dict[str, Any], recipe: Reci
     """A recipe's keys of a scheme by bits and groups say nothing to a named one, and the other way
     round; those of training and of second moments say nothing to methods without.
     """
-    from qdeploy.recipes import HESSIAN_METHODS, INTEGER_KEYS, TRAINING_KEYS
+    from qdeploy.recipes import HESSIAN_METHODS, INTEGER_KEYS, TRAINING_KEYS, methods_of
 
     keys: tuple[str, ...] = () if data["method"] == "signround" else TRAINING_KEYS
     if data["method"] not in HESSIAN_METHODS:
         keys += ("true_sequential",)
+    stale = data["scheme"] and data["method"] not in methods_of(data["scheme"])
+    if stale and flags["scheme"] is None:
+        data["scheme"] = None
+    if data["scheme"] != "W8A8":
+        keys += ("smoothquant",)
+    if data["method"] == "none":
+        keys += ("overrides",)
     if _kind(data["method"], data["scheme"]) != _kind(recipe.method, recipe.scheme):
         named = data["method"] == "fp8" or flags["scheme"]
-        keys += (*INTEGER_KEYS, "format") if named else ("scheme", "smoothquant")
+        keys += (*INTEGER_KEYS, "format") if named else ("scheme",)
     for key in keys:
-        if flags[key] is None:
+        if flags.get(key) is None:
             data[key] = type(recipe).model_fields[key].default
 
 

@@ -68,18 +68,23 @@ class KVGroup:
         return num_open, full if kv.seals else 0
 
 
+def require_layers(config: KVCacheConfig, num_layers: int) -> None:
+    """UsageError when `config` names a layer that a model of num_layers hasn't got."""
+    for policy in config.layers:
+        if policy.layer >= num_layers:
+            raise UsageError(
+                f"kv_cache layer {policy.layer} is not in a model of {num_layers} layers; "
+                f"give 0 … {num_layers - 1}"
+            )
+
+
 def kv_groups(spec: DecoderSpec, config: KVCacheConfig) -> tuple[KVGroup, ...]:
     """The groups of a model's layers, in the order of their first layers.
 
     A window of at least the model's context hides nothing and counts as none. UsageError when
     `config` names a layer that the model hasn't got.
     """
-    for policy in config.layers:
-        if policy.layer >= spec.num_layers:
-            raise UsageError(
-                f"kv_cache layer {policy.layer} is not in a model of {spec.num_layers} layers; "
-                f"give 0 … {spec.num_layers - 1}"
-            )
+    require_layers(config, spec.num_layers)
     layers: dict[tuple[KVCacheConfig, int], list[int]] = {}
     for layer, window in enumerate(spec.sliding_windows):
         seen = 0 if window is None or window >= spec.max_model_len else window

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qdeploy.errors import CalibrationError
-from qdeploy.quantization.method import LayerContext
+from qdeploy.quantization.method import LayerContext, layer_output
 from qdeploy.quantization.smoothing import SmoothingGroup, fold
 
 #: Folding computes the same function; float32 rounding may change outputs by this much.
@@ -49,9 +48,7 @@ def _changed(context: LayerContext, groups: Sequence[SmoothingGroup]) -> dict[st
 def _output(context: LayerContext) -> Tensor:
     """The layer's output on the first search batch."""
     batch = context.search_batches[0]
-    output: Any = context.layer(batch.hidden, **batch.kwargs)
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
+    return layer_output(context.layer(batch.hidden, **batch.kwargs))
 
 
 def _check(context: LayerContext, expected: Tensor) -> None:

@@ -83,12 +83,14 @@ GROUPS: Mapping[str, tuple[SmoothingGroup, ...]] = {
 }
 
 
-def smoothing_groups(model_type: str) -> tuple[SmoothingGroup, ...]:
-    """The groups of an architecture; UsageError when none are known."""
+def smoothing_groups(
+    model_type: str, instead: str = "use --method gptq"
+) -> tuple[SmoothingGroup, ...]:
+    """The groups of an architecture; UsageError, saying what to do instead, when none are known."""
     if model_type not in GROUPS:
         raise UsageError(
-            f"method awq knows no smoothing groups for model type {model_type!r} "
-            f"(it knows {', '.join(GROUPS)}); use --method gptq"
+            f"no smoothing groups are known for model type {model_type!r} "
+            f"(but for {', '.join(GROUPS)}); {instead}"
         )
     return GROUPS[model_type]
 

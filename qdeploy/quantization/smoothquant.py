@@ -39,7 +39,7 @@ def smooth_layer(context: LayerContext, alpha: Alpha) -> dict[str, Tensor]:
     """
     assert context.forward is not None
     seen = {names[0]: AbsoluteMax() for names in context.input_groups}
-    context.forward(seen)
+    context.forward(seen, stop_after=context.input_groups[-1][0])
     first = {name: names[0] for names in context.input_groups for name in names}
     rows = _search_rows(context, list(seen)) if alpha == "auto" else {}
     scales: dict[SmoothingGroup, Tensor] = {}
@@ -139,7 +139,7 @@ class Smoothed:
 
     def check(self, model_type: str) -> None:
         """Raise UsageError for an architecture without smoothing groups."""
-        smoothing_groups(model_type)
+        smoothing_groups(model_type, "use --smoothquant off")
         self.method.check(model_type)
 
     def quantize_layer(self, context: LayerContext) -> LayerOutcome:

@@ -142,3 +142,22 @@ def test_calibration_flags_without_calibration_are_refused() -> None:
             resolve(parse_recipe(recipe, "test"), calibration=section)
     kv = parse_recipe({"method": "none", "kv_cache": {"dtype": "auto"}}, "test")
     assert resolve(kv, calibration=section).calibration.samples == 3
+
+
+@pytest.mark.parametrize("given", [{"method": "awq"}, {"method": "fp8"}, {"method": "none"}])
+def test_another_method_forgets_w8a8(given: dict[str, Any]) -> None:
+    recipe = parse_recipe(
+        {"method": "gptq", "scheme": "W8A8", "smoothquant": 0.5, "overrides": {"*": {"bits": 4}}},
+        "t",
+    )
+    found = resolve(recipe, **given)
+    assert (found.method, found.scheme, found.smoothquant) == (given["method"], None, None)
+    dynamic = resolve(recipe, method="fp8", scheme="FP8_DYNAMIC")
+    assert (dynamic.scheme, dynamic.smoothquant) == ("FP8_DYNAMIC", None)
+    with pytest.raises(UsageError, match="needs method rtn or gptq"):
+        resolve(recipe, method="awq", scheme="W8A8")
+
+
+def test_passes_are_for_methods_with_second_moments() -> None:
+    with pytest.raises(UsageError, match="--one-pass are for methods"):
+        resolve(Recipe(method="rtn"), true_sequential=False)

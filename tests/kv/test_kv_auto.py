@@ -266,3 +266,18 @@ def test_what_auto_can_not_do_is_one_line_before_the_work(
         quantize(source, tmp_path / "out", kv_cache=kv_cache, calibration=data)
     assert "\n" not in str(info.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_that_the_model_has_not_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Also of a model that only other engines serve, whose spec nobody reads."""
+    base = tiny_checkpoint("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["hidden_act"] = "relu"  # which the runtime doesn't do
+    (base / "config.json").write_text(json.dumps(config))
+    recipe = {
+        "method": "rtn",
+        "group_size": 32,
+        "kv_cache": {"dtype": "auto", "layers": {99: "int8"}},
+    }
+    with pytest.raises(UsageError, match="layer 99 is not in a model of 3 layers"):
+        quantize_checkpoint(str(base), tmp_path / "out", parse_recipe(recipe, "t"))
